@@ -1,0 +1,223 @@
+"""Compile every kernel for every target without a GPU: registers, shared memory, spills, instructions.
+
+``python -m kdtree.kernels.crosscompile`` prints one JSON line per kernel and target. It runs in a process of its
+own because a process that chose the simulator cannot compile. Numba makes the PTX; ptxas and nvdisasm come from
+the `nvidia-cuda-nvcc` and `nvidia-cuda-nvdisasm` wheels or the PATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+TARGETS: dict[str, tuple] = {
+    "sm_80": (8, 0),  # A100
+    "sm_90a": (9, 0, "a"),  # H100, H200
+    "sm_100": (10, 0),  # B200
+    "sm_120": (12, 0),  # RTX 5070 Ti, RTX PRO 6000
+}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one kernel takes on one target. Bytes are per thread (stack, spills) or per block (shared)."""
+
+    op: str
+    kernel: str
+    target: str
+    threads: int
+    registers: int
+    shared_bytes: int
+    shared_limit: int
+    stack_bytes: int
+    spill_bytes: int
+    instructions: int
+    tensor_core: int
+    global_loads: int
+    barriers: int
+
+    def problems(self) -> list[str]:
+        """Why this is not acceptable: spills, or more shared memory than the kernel states."""
+        found = []
+        if self.spill_bytes:
+            found.append(f"{self.kernel} on {self.target} spills {self.spill_bytes} bytes a thread")
+        if self.shared_bytes > self.shared_limit:
+            found.append(
+                f"{self.kernel} on {self.target} takes {self.shared_bytes} bytes of shared memory, "
+                f"states at most {self.shared_limit}"
+            )
+        return found
+
+
+def tool(name: str) -> str:
+    """Path of a CUDA tool: from the NVIDIA wheels, else the PATH. Raises FileNotFoundError with what to install."""
+    for folder in map(Path, sys.path):
+        candidate = folder / "nvidia" / "cu13" / "bin" / name
+        if candidate.exists():
+            return str(candidate)
+    found = shutil.which(name)
+    if found is None:
+        raise FileNotFoundError(
+            f"{name}: neither in the nvidia-cuda-* wheels nor on the PATH; pip install nvidia-cuda-nvcc"
+        )
+    return found
+
+
+def parse_ptxas(log: str) -> dict[str, int]:
+    """Numbers of ``ptxas -v`` for the one kernel in `log`."""
+
+    def number(pattern: str) -> int:
+        found = re.search(pattern, log)
+        return int(found.group(1)) if found else 0
+
+    return {
+        "registers": number(r"Used (\d+) registers"),
+        "shared_bytes": number(r"(\d+) bytes smem"),
+        "stack_bytes": number(r"(\d+) bytes stack frame"),
+        "spill_bytes": number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
+    }
+
+
+def parse_sass(text: str) -> dict[str, int]:
+    """Instruction counts of an ``nvdisasm -c`` listing, by what they tell."""
+    names = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", text, re.MULTILINE)
+    count = Counter(names)
+    tensor = ("HMMA", "HGMMA", "IMMA", "QGMMA", "OMMA", "UTCHMMA")
+    return {
+        "instructions": sum(count.values()) - count["NOP"],
+        "tensor_core": sum(count[n] for n in tensor),
+        "global_loads": count["LDG"] + count["LD"],
+        "barriers": count["BAR"],
+    }
+
+
+def compile_one(variant, target: str, folder: Path) -> Path:  # noqa: ANN001 (Variant needs Numba)
+    """PTX file of one variant."""
+    from numba.cuda import dispatcher
+
+    from kdtree._cuda import cuda
+    from kdtree.kernels.launch import signature
+
+    # Numba asks the current device for its capability when a kernel calls a device function, although the
+    # capability is named below. There is no device here: the target answers.
+    dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=TARGETS[target])
+    ptx, _ = cuda.compile(
+        variant.kernel.function,
+        signature(variant.words),
+        device=False,
+        abi="numba",
+        cc=TARGETS[target],
+        output="ptx",
+        fastmath=variant.kernel.fastmath,
+    )
+    path = folder / f"{variant.op}-{abs(hash((variant.label, target)))}.ptx"
+    path.write_text(ptx)
+    return path
+
+
+def assemble(variant, target: str, ptx: Path) -> Resources:  # noqa: ANN001
+    """Run ptxas and nvdisasm on a PTX file."""
+    cubin = ptx.with_suffix(".cubin")
+    command = [tool("ptxas"), "-v", f"-arch={target}", str(ptx), "-o", str(cubin)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"ptxas refused {variant.kernel.name} for {target}:\n{done.stderr}")
+    listing = subprocess.run([tool("nvdisasm"), "-c", str(cubin)], capture_output=True, text=True, check=True)
+    return Resources(
+        op=variant.op,
+        kernel=f"{variant.op}.{variant.label}",
+        target=target,
+        threads=variant.kernel.threads,
+        shared_limit=variant.shared_limit,
+        **parse_ptxas(done.stderr),
+        **parse_sass(listing.stdout),
+    )
+
+
+def run(targets: list[str], ops: list[str] | None = None) -> Iterator[Resources]:
+    """Resources of every variant on every target, as they come. Needs a process without the simulator."""
+    from kdtree.kernels import all_variants
+
+    wanted = [v for v in all_variants() if ops is None or v.op in ops]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = []
+        for variant in wanted:
+            for target in targets:
+                ptx = compile_one(variant, target, Path(folder))
+                jobs.append(pool.submit(assemble, variant, target, ptx))
+        for job in jobs:
+            yield job.result()
+
+
+def collect(targets: list[str] | None = None, ops: list[str] | None = None) -> list[Resources]:
+    """The same from any process: starts two that compile, half the targets each, and keeps what they found.
+
+    What was found is kept in the user's cache folder under the fingerprint of the kernels' sources, since it takes
+    a minute. Raises RuntimeError with the output of a process that fails.
+    """
+    wanted = targets or list(TARGETS)
+    with ThreadPoolExecutor(2) as pool:
+        found = [row for rows in pool.map(lambda t: _collect(t, ops), wanted) for row in rows]
+    return sorted(found, key=lambda row: (row.op, row.kernel, wanted.index(row.target)))
+
+
+def _collect(target: str, ops: list[str] | None) -> list[Resources]:
+    kept = _cache_file(target, ops)
+    if not kept.exists():
+        command = [sys.executable, "-m", "kdtree.kernels.crosscompile", f"--target={target}", "--report-only"]
+        command += [f"--op={o}" for o in ops or ()]
+        environment = {**os.environ, "KDTREE_CROSS_COMPILE": "1", "NUMBA_ENABLE_CUDASIM": "0"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        if done.returncode:
+            raise RuntimeError(f"cross-compilation for {target} failed ({done.returncode}):\n{done.stderr[-4000:]}")
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        partial = kept.with_suffix(f".{os.getpid()}")
+        partial.write_text(done.stdout)
+        partial.replace(kept)
+    return [Resources(**json.loads(line)) for line in kept.read_text().splitlines()]
+
+
+def _cache_file(target: str, ops: list[str] | None) -> Path:
+    from importlib.metadata import version
+
+    digest = hashlib.sha256(f"{target} {ops} {version('numba-cuda')} {tool('ptxas')}".encode())
+    package = Path(__file__).resolve().parent
+    for path in sorted([*package.glob("*.py"), package.parent / "spec.py", package.parent / "_cuda.py"]):
+        digest.update(path.read_bytes())
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "kdtree" / f"resources-{digest.hexdigest()[:16]}.jsonl"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print a JSON line per kernel and target; exit 1 where one spills or takes too much shared memory."""
+    parser = argparse.ArgumentParser(prog="python -m kdtree.kernels.crosscompile", description=main.__doc__)
+    parser.add_argument("--target", action="append", choices=list(TARGETS), help="default: all")
+    parser.add_argument("--op", action="append", help="default: all")
+    parser.add_argument("--report-only", action="store_true", help="exit 0 whatever the kernels take")
+    options = parser.parse_args(argv)
+    problems: list[str] = []
+    for row in run(options.target or list(TARGETS), options.op):
+        print(json.dumps(asdict(row)), flush=True)
+        problems += row.problems()
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return int(bool(problems) and not options.report_only)
+
+
+if __name__ == "__main__":
+    os.environ["KDTREE_CROSS_COMPILE"] = "1"
+    os.environ["NUMBA_ENABLE_CUDASIM"] = "0"
+    sys.exit(main())
