@@ -1,0 +1,1 @@
+"""The report: notebooks executed on this host, judged, drawn, and written as offline pages."""
