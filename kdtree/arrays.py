@@ -90,7 +90,9 @@ def view(array: Any, name: str) -> View:
     if kind == "dlpack":
         array, kind = _from_dlpack(array, name), "torch"
     if kind == "numpy":
-        return View(array, kind, array.shape, array.dtype.name, "cpu", array.flags.c_contiguous, array.ctypes.data)
+        # Bytes in foreign order are another dtype: a kernel would read them as they lie.
+        dtype = array.dtype.name if array.dtype.isnative else array.dtype.str
+        return View(array, kind, array.shape, dtype, "cpu", array.flags.c_contiguous, array.ctypes.data)
     if kind == "torch":
         where = array.device
         device = _torch_devices.get(where)

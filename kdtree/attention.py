@@ -55,6 +55,7 @@ def verify_attn(
     Raises:
         TypeError, ValueError: see `kdtree.ops`.
     """
+    checks.instance(tree, "tree", DraftTree)
     inputs = {
         "q": q,
         "kv": kv,
@@ -63,7 +64,7 @@ def verify_attn(
         "prefix_lens": prefix_lens,
         "page_table": page_table,
     }
-    call = Call(inputs, backend=backend, stream=stream)
+    call = Call(inputs, backend=backend, stream=stream, optional=("page_table",))
     v = call.views["q"]
     checks.array(v, "q", checks.FLOATS, ("B", "N", "H", "E"))
     batch, n_slots, heads, head_dim = v.shape
@@ -74,8 +75,7 @@ def verify_attn(
     checks.choice(part, "part", ("all", "tree"))
     checks.choice(impl, "impl", (None, "simt"))
     checks.integer(kv_lora_rank, "kv_lora_rank", 1, head_dim)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale: got {scale}, expected a finite number")
+    scale = checks.number(scale, "scale")
     cache = _cache_shape(call, batch)
     if not v.on_gpu:
         _check_lengths(call, cache, n_slots)
@@ -83,7 +83,7 @@ def verify_attn(
         "out": (v.dtype, (batch, n_slots, heads, int(kv_lora_rank))),
         "lse": ("float32", (batch, n_slots, heads)),
     }
-    outs = call.outputs(None if out is None else dict(zip(wanted, out, strict=True)), wanted)
+    outs = call.outputs(None if out is None else checks.by_name(out, tuple(wanted)), wanted)
     if call.backend == "ref":
         from kdtree.ref.verify_attn import verify_attn as reference
 
@@ -207,7 +207,7 @@ def merge_states(
     for name in ("lse_a", "lse_b"):
         checks.array(call.views[name], name, ("float32",), v.shape[:-1])
     wanted = {"out": (v.dtype, v.shape), "lse": ("float32", v.shape[:-1])}
-    outs = call.outputs(None if out is None else dict(zip(wanted, out, strict=True)), wanted)
+    outs = call.outputs(None if out is None else checks.by_name(out, tuple(wanted)), wanted)
     if call.backend == "ref":
         from kdtree.ref.verify_attn import merge_states as reference
 
@@ -240,7 +240,7 @@ def kv_compact(
     there.
 
     Args:
-        kv: any 16- or 32-bit dtype; all layers of one shape and dtype.
+        kv: bfloat16, float16 or float32; all layers of one shape and dtype.
         tree: `n_nodes` is read.
         accepted: `path` and `n_accepted` are read.
         prefix_lens: int32 or int64 [B].
@@ -252,6 +252,8 @@ def kv_compact(
     Raises:
         TypeError, ValueError: see `kdtree.ops`.
     """
+    checks.instance(tree, "tree", DraftTree)
+    checks.instance(accepted, "accepted", Accepted)
     layers = list(kv) if isinstance(kv, list | tuple) else [kv]
     if not layers:
         raise ValueError("kv: got an empty list, expected at least one layer")
@@ -263,9 +265,10 @@ def kv_compact(
         "prefix_lens": prefix_lens,
         "page_table": page_table,
     } | {f"kv[{i}]": layer for i, layer in enumerate(layers)}
-    call = Call(inputs, backend=backend, stream=stream)
+    call = Call(inputs, backend=backend, stream=stream, optional=("page_table",))
     v, batch = call.views["kv"], tree.batch
     for i in range(len(layers)):
+        checks.writable(call.views[f"kv[{i}]"], f"kv[{i}]")
         checks.array(call.views[f"kv[{i}]"], f"kv[{i}]", (v.dtype,), v.shape)
     checks.array(v, "kv", checks.FLOATS, ("pages or B", "rows", "E"))
     checks.array(call.views["accepted.path"], "accepted.path", ("int32",), (batch, "D+1"))

@@ -17,7 +17,8 @@ class Call:
     """Arrays and backend of one call.
 
     Args:
-        inputs: argument name -> array; a None value is an argument that was not given.
+        inputs: argument name -> array.
+        optional: names of arguments that may be None, which means not given.
         backend: one of BACKENDS. "auto" is the kernels for device arrays and the reference for host arrays.
         stream: see `arrays.stream_handle`.
 
@@ -25,9 +26,9 @@ class Call:
     that is not in BACKENDS; BackendUnavailable for one that cannot run here.
     """
 
-    def __init__(self, inputs: dict[str, Any], *, backend: str, stream: Any):
+    def __init__(self, inputs: dict[str, Any], *, backend: str, stream: Any, optional: tuple[str, ...] = ()):
         checks.choice(backend, "backend", BACKENDS)
-        self.views = {n: arrays.view(a, n) for n, a in inputs.items() if a is not None}
+        self.views = {n: arrays.view(a, n) for n, a in inputs.items() if a is not None or n not in optional}
         checks.same_device(self.views)
         self.lead: View = next(iter(self.views.values()))
         if backend == "native":
@@ -35,10 +36,22 @@ class Call:
 
             native.require()
         self.backend = ("numba" if self.lead.on_gpu else "ref") if backend == "auto" else backend
+        if self.backend == "numba" and self.lead.on_gpu:
+            self._check_current_device()
         self.stream = arrays.stream_handle(stream, self.lead)
         self._seen = {id(v.obj): v for v in self.views.values()}
         self._staged: list[Callable[[], None]] = []
         self._keep: list[Any] = []
+
+    def _check_current_device(self) -> None:
+        """ValueError unless the arrays lie on the current device, where the kernels are loaded and launched."""
+        from kdtree._cuda import SIMULATED, cuda
+
+        if not SIMULATED and self.lead.device != f"cuda:{cuda.get_current_device().id}":
+            raise ValueError(
+                f"{next(iter(self.views))}: got an array on {self.lead.device}, expected one on the current device "
+                f"cuda:{cuda.get_current_device().id}; make its device current around the call"
+            )
 
     def given(self, name: str) -> bool:
         """Was this optional argument given?"""
@@ -58,6 +71,7 @@ class Call:
         for name, (dtype, shape) in wanted.items():
             v = self._seen[id(out[name])] = arrays.view(out[name], f"out.{name}")
             checks.array(v, f"out.{name}", (dtype,) if name != "visibility" else (dtype, "int32"), shape)
+            checks.writable(v, f"out.{name}")
             checks.same_device({next(iter(self.views)): self.lead, f"out.{name}": v})
         return out
 

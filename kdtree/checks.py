@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -44,6 +46,37 @@ def integer(value: object, name: str, low: int, high: int) -> int:
     if not low <= value <= high:
         raise ValueError(f"{name}: got {value}, expected {low}..{high}")
     return int(value)
+
+
+def number(value: object, name: str) -> float:
+    """`value` as float, or TypeError / ValueError unless it is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected a finite number")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}: got {value}, expected a finite number")
+    return float(value)
+
+
+def instance(value: object, name: str, kind: type) -> None:
+    """TypeError unless `value` is a `kind`."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected a {kind.__name__}")
+
+
+def by_name(out: object, names: Sequence[str]) -> dict[str, Any]:
+    """The arrays of `out=` by name, or TypeError / ValueError unless it is a tuple or list of that many."""
+    wanted = ", ".join(names)
+    if not isinstance(out, tuple | list):
+        raise TypeError(f"out: got {type(out).__name__}, expected a tuple ({wanted})")
+    if len(out) != len(names):
+        raise ValueError(f"out: got {len(out)} arrays, expected {len(names)} ({wanted})")
+    return dict(zip(names, out, strict=True))
+
+
+def writable(v: View, name: str) -> None:
+    """ValueError for an array that cannot be written."""
+    if v.kind == "numpy" and not v.obj.flags.writeable:
+        raise ValueError(f"{name}: got a read-only array, expected a writable one")
 
 
 def choice(value: object, name: str, allowed: Iterable[object]) -> None:

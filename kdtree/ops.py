@@ -63,7 +63,7 @@ def topk(
     checks.integer(k, "k", 1, min(v.shape[-1], MAX_TOPK))
     shape = (*v.shape[:-1], int(k))
     wanted = {"log_probs": ("float32", shape), "token_ids": ("int32", shape)}
-    outs = call.outputs(None if out is None else dict(zip(wanted, out, strict=True)), wanted)
+    outs = call.outputs(None if out is None else checks.by_name(out, tuple(wanted)), wanted)
     if call.backend == "ref":
         from kdtree.ref.topk import topk as reference
 
@@ -102,7 +102,7 @@ def tree_build(
         budget: 0..1024 nodes besides the root.
         root_tokens: int32 or int64 [B], token of slot 0 (-1 where not given).
         prefix_lens: int32 or int64 [B], tokens in front of the root (0 where not given).
-        out: a DraftTree with N = budget + 1 slots to write into.
+        out: a DraftTree with N = budget + 1 slots to write into; its `max_depth` becomes D.
         validate: check the rows; by default done for host arrays only, since it reads device arrays back.
 
     Raises:
@@ -114,7 +114,9 @@ def tree_build(
         "root_tokens": root_tokens,
         "prefix_lens": prefix_lens,
     }
-    call = Call(inputs, backend=backend, stream=stream)
+    call = Call(inputs, backend=backend, stream=stream, optional=("root_tokens", "prefix_lens"))
+    if out is not None:
+        checks.instance(out, "out", DraftTree)
     v = call.views["log_probs"]
     checks.array(v, "log_probs", ("float32",), ("B", "D", "K"))
     batch, depth, width = v.shape
@@ -153,7 +155,10 @@ def tree_build(
             stream=call.stream,
         )
         call.finish()
-    return DraftTree.from_arrays(outs, depth)
+    if out is None:
+        return DraftTree.from_arrays(outs, depth)
+    out.max_depth = depth
+    return out
 
 
 def tree_accept(
@@ -182,6 +187,9 @@ def tree_accept(
     Raises:
         TypeError, ValueError: see the module.
     """
+    checks.instance(tree, "tree", DraftTree)
+    if out is not None:
+        checks.instance(out, "out", Accepted)
     used = ("token_ids", "n_nodes", "first_child", "next_sibling")
     inputs = {f"tree.{n}": getattr(tree, n) for n in used} | {"predictions": predictions}
     call = Call(inputs, backend=backend, stream=stream)
@@ -210,4 +218,4 @@ def tree_accept(
             stream=call.stream,
         )
         call.finish()
-    return Accepted(**{n: outs[n] for n in wanted})
+    return Accepted(**outs) if out is None else out

@@ -45,7 +45,7 @@ def simt(dtype: str, threads: int = THREADS) -> Kernel:
         weight_a, weight_b, total = f32(0.0), f32(0.0), empty
         if peak != empty:
             weight_a, weight_b = f32(math.exp(a - peak)), f32(math.exp(b - peak))
-            total = peak + f32(math.log(weight_a + weight_b))
+            total = peak if peak == f32(math.inf) else peak + f32(math.log(weight_a + weight_b))
             norm = f32(1.0) / (weight_a + weight_b)
             weight_a *= norm
             weight_b *= norm

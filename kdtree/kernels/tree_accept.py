@@ -56,7 +56,7 @@ def simt() -> Kernel:
         path[places] = 0
         while walking:
             walking = False
-            want = i32(predictions[row + here])
+            want = i64(predictions[row + here])
             if not (has_stop and here != 0 and token_ids[row + here] == stop_token):
                 origin, child = here, first_child[row + here]
                 while child != -1 and verdict == OK:

@@ -97,8 +97,8 @@ def collect() -> dict[str, Any]:
         "os": read("os", _os_name),
         "python": platform.python_version(),
         "libraries": {name: read(f"libraries.{name}", lambda n=name: _version(n)) for name in LIBRARIES},
-        "commit": read("commit", lambda: _git("rev-parse", "HEAD")),
-        "dirty": read("dirty", lambda: bool(_git("status", "--porcelain", "--", ".", ":(exclude)reports"))),
+        "commit": read("commit", _commit),
+        "dirty": read("dirty", _dirty),
         "source": read("source", source_fingerprint),
     }
     return info | {"complete": not read.missing, "missing": read.missing}
@@ -178,6 +178,33 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _told_commit() -> str | None:
+    """What KDTREE_COMMIT says: ``<sha>`` or ``<sha>-dirty``, for a tree that was copied without its .git.
+
+    It is believed only where git knows nothing; `source` tells whether it is true.
+    """
+    told = os.environ.get("KDTREE_COMMIT", "")
+    return told if re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?", told) else None
+
+
+def _commit() -> str:
+    try:
+        return _git("rev-parse", "HEAD")
+    except (RuntimeError, OSError):
+        if told := _told_commit():
+            return told.removesuffix("-dirty")
+        raise
+
+
+def _dirty() -> bool:
+    try:
+        return bool(_git("status", "--porcelain", "--", ".", ":(exclude)reports"))
+    except (RuntimeError, OSError):
+        if told := _told_commit():
+            return told.endswith("-dirty")
+        raise
 
 
 def _git(*arguments: str) -> str:

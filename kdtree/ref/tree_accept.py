@@ -79,7 +79,8 @@ def tree_accept(
     bonus = np.full(batch, UNUSED, dtype=np.int32)
     status = np.zeros(batch, dtype=np.int32)
     for b in range(batch):
-        path, bonus[b], status[b] = walk(tree, predictions, b, stop_token)
+        path, last, status[b] = walk(tree, predictions, b, stop_token)
+        bonus[b] = np.int64(last).astype(np.int32)  # tokens are int32: what is no token keeps its low bits
         paths[b, : len(path)] = path
         n_accepted[b] = max(len(path) - 1, 0)
     return paths, n_accepted, bonus, status

@@ -51,6 +51,7 @@ def figure(size: tuple[float, float] = SIZE) -> Iterator[tuple[Figure, Axes]]:
     """A new figure of `size` inches and its axes, in the style of the report."""
     import matplotlib.pyplot as plt
 
+    plt.draw_if_interactive()  # loads the backend: within rc_context a notebook's would be undone on leaving
     with plt.rc_context(RC):
         fig, ax = plt.subplots(figsize=size, layout="constrained")
         yield fig, ax

@@ -1,0 +1,156 @@
+"""Every shipped kernel compiles for every target without a spill and within the shared memory it states."""
+
+from __future__ import annotations
+
+import pytest
+
+from kdtree.kernels import OPS, all_variants, crosscompile
+from kdtree.kernels.crosscompile import TARGETS, Resources, parse_ptxas, parse_sass, tool
+
+# The fixture compiles everything once: about 100 s of one core.
+pytestmark = pytest.mark.timeout(1200)
+
+PTXAS_LOG = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_ZN6kernelE' for 'sm_90a'
+ptxas info    : Function properties for _ZN6kernelE
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers, 3120 bytes smem, 4 bytes cmem[2]
+ptxas info    : Compile time = 12.3 ms
+"""
+SPILLING_LOG = """\
+    224 bytes stack frame, 220 bytes spill stores, 448 bytes spill loads
+ptxas info    : Used 255 registers, used 0 barriers, 224 bytes cumulative stack size
+"""
+SASS = """\
+\t.headerflags\t@"EF_CUDA_TEXMODE_UNIFIED EF_CUDA_64BIT_ADDRESS EF_CUDA_ACCELERATORS EF_CUDA_SM90"
+.text._ZN6kernelE:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/                   S2R R0, SR_TID.X ;
+        /*0020*/              @!P0 LDG.E.64 R2, desc[UR4][R2.64] ;
+        /*0030*/              @UP1 UIADD3 UR4, UR4, 0x1, URZ ;
+        /*0040*/                   LDG.E R4, desc[UR4][R4.64] ;
+        /*0050*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0060*/                   HMMA.16816.F32.BF16 R8, R4, R2, R8 ;
+        /*0070*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24 ;
+        /*0080*/                @P2 EXIT ;
+        /*0090*/                   NOP;
+        /*00a0*/                   NOP;
+.L_x_1:
+"""
+
+
+def resources(**changes) -> Resources:
+    fields = {
+        "op": "topk",
+        "kernel": "topk.simt[float32]",
+        "target": "sm_90a",
+        "threads": 512,
+        "registers": 40,
+        "shared_bytes": 3120,
+        "shared_limit": 16384,
+        "stack_bytes": 0,
+        "spill_bytes": 0,
+        "instructions": 100,
+        "tensor_core": 0,
+        "global_loads": 4,
+        "barriers": 5,
+    }
+    return Resources(**(fields | changes))
+
+
+# ---- reading what the tools print ----
+
+
+def test_numbers_of_ptxas_are_read():
+    assert parse_ptxas(PTXAS_LOG) == {"registers": 40, "shared_bytes": 3120, "stack_bytes": 0, "spill_bytes": 0}
+
+
+def test_stores_and_loads_of_a_spill_add_up():
+    assert parse_ptxas(SPILLING_LOG) == {"registers": 255, "shared_bytes": 0, "stack_bytes": 224, "spill_bytes": 668}
+
+
+def test_instructions_are_counted_by_what_they_tell():
+    assert parse_sass(SASS) == {"instructions": 9, "tensor_core": 2, "global_loads": 2, "barriers": 1}
+
+
+def test_nothing_gives_nothing():
+    assert set(parse_ptxas("").values()) == {0}
+    assert set(parse_sass("").values()) == {0}
+
+
+def test_a_kernel_that_spills_is_reported():
+    (problem,) = resources(**parse_ptxas(SPILLING_LOG)).problems()
+    assert problem == "topk.simt[float32] on sm_90a spills 668 bytes a thread"
+
+
+def test_a_kernel_that_takes_more_shared_memory_than_it_states_is_reported():
+    (problem,) = resources(shared_bytes=16385).problems()
+    assert "topk.simt[float32] on sm_90a takes 16385 bytes of shared memory, states at most 16384" in problem
+
+
+def test_both_problems_are_reported_and_neither_without_reason():
+    assert len(resources(shared_bytes=16385, spill_bytes=4).problems()) == 2
+    assert resources(shared_bytes=16384).problems() == []
+
+
+def test_a_missing_tool_is_named_with_what_to_install():
+    with pytest.raises(FileNotFoundError, match="no-such-tool: neither in .* pip install nvidia-cuda-nvcc"):
+        tool("no-such-tool")
+
+
+def test_a_failing_compiler_process_raises_with_its_output():
+    with pytest.raises(RuntimeError, match=r"cross-compilation for sm_1 failed \(2\)(.|\n)*invalid choice: 'sm_1'"):
+        crosscompile.collect(["sm_1"])
+
+
+# ---- the kernels themselves ----
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[Resources]:
+    return crosscompile.collect()
+
+
+def test_the_targets_are_those_of_the_fleet():
+    assert list(TARGETS) == ["sm_80", "sm_90a", "sm_100", "sm_120"]
+
+
+def test_every_variant_appears_on_every_target(compiled):
+    wanted = {(f"{v.op}.{v.label}", target) for v in all_variants() for target in TARGETS}
+    assert {(row.kernel, row.target) for row in compiled} == wanted
+    assert len(compiled) == len(wanted)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_op_compiles_for_the_target(compiled, target):
+    assert {row.op for row in compiled if row.target == target} == set(OPS)
+
+
+def test_nothing_spills(compiled):
+    assert [(row.kernel, row.target, row.spill_bytes) for row in compiled if row.spill_bytes] == []
+
+
+def test_nothing_needs_a_stack(compiled):
+    assert [(row.kernel, row.target, row.stack_bytes) for row in compiled if row.stack_bytes] == []
+
+
+def test_shared_memory_stays_within_what_the_kernel_states(compiled):
+    assert [(row.kernel, row.target, row.shared_bytes) for row in compiled if row.shared_bytes > row.shared_limit] == []
+    assert [problem for row in compiled for problem in row.problems()] == []
+
+
+def test_the_registers_of_a_block_fit_the_register_file(compiled):
+    for row in compiled:
+        assert 0 < row.registers <= 255, row
+        assert row.registers * row.threads <= 65_536, row
+
+
+def test_every_kernel_reads_memory_and_does_something(compiled):
+    for row in compiled:
+        assert row.instructions > 20, row
+        assert row.global_loads > 0, row
+
+
+def test_simt_kernels_use_no_tensor_core(compiled):
+    assert {row.tensor_core for row in compiled if ".simt" in row.kernel} == {0}
