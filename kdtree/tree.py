@@ -182,13 +182,14 @@ def random_tree(
 ) -> DraftTree:
     """Random well-formed trees: each slot hangs under a random earlier slot of depth below `max_depth`.
 
-    With `ragged` the trees hold between 1 and `n_slots` nodes. Tokens are random, so siblings may repeat one.
+    With `ragged` the first tree is full and the others hold between 1 and `n_slots` nodes. Tokens are random, so
+    siblings may repeat one.
     """
     tokens = rng.randint(0, vocab, size=(batch, n_slots)).astype(np.int32)
     parents = np.full((batch, n_slots), UNUSED, dtype=np.int32)
     n_nodes = np.full(batch, n_slots, dtype=np.int32)
     for b in range(batch):
-        if ragged:
+        if ragged and b > 0:
             n_nodes[b] = rng.randint(1, n_slots + 1)
         depth = [0]
         for i in range(1, n_nodes[b]):

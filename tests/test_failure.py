@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kdtree.measure import families, results
+from kdtree.measure import families, host
 from kdtree.measure.session import Session
 from kdtree.measure.worker import DIED, OK, WRONG
 
 HERE = Path(__file__).parent
+SOURCE = host.source_fingerprint()
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +21,7 @@ def importable_faults(monkeypatch):
     monkeypatch.syspath_prepend(str(HERE))
 
 
-def session(run_dir: Path, source: str = "0123456789ab") -> Session:
+def session(run_dir: Path, source: str = SOURCE) -> Session:
     state = {"run": "test", "host": "host", "source": source, "profile": "tiny"}
     (run_dir / "run.json").write_text(json.dumps(state))
     return Session(run_dir, "host", "test", source, simulated=True, profile="tiny")
@@ -83,13 +84,24 @@ def test_rows_from_before_a_fault_are_kept_and_resumed(tmp_path):
 
 
 def test_results_of_earlier_sources_do_not_count(tmp_path):
-    families.run("faults:wrong_result", session(tmp_path, "111111111111"))
-    here = session(tmp_path, "222222222222")
-    assert here.rows() == []
-    found = families.run("faults:wrong_result", here)
-    assert len(found.rows) == 3
-    mine, _ = results.current(results.load(tmp_path / "results.jsonl").rows, run="test", source="222222222222")
-    assert {row["source"] for row in mine} == {"222222222222"}
+    old = session(tmp_path, "111111111111")
+    for name in ("before", "wrong_result", "behind"):
+        case = {"op": "tree_accept", "impl": "numba:simt", "case": {"fault": name}, "metric": "correctness", "seed": 7}
+        old.append(case | {"status": "passed"})
+    found, rows = run(tmp_path, "wrong_result")
+    assert found.exit_code == WRONG
+    assert {name: row["status"] for name, row in rows.items()} == {
+        "before": "passed",
+        "wrong_result": "failed",
+        "behind": "passed",
+    }
+    assert {row["source"] for row in rows.values()} == {SOURCE}
+
+
+def test_sources_that_changed_under_a_run_stop_it(tmp_path):
+    with pytest.raises(RuntimeError, match="the sources changed under this run"):
+        families.run("merge_states", session(tmp_path, "222222222222"))
+    assert not (tmp_path / "results.jsonl").exists()
 
 
 def test_after_a_cuda_error_every_launch_of_the_process_is_refused(monkeypatch):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kdtree.device import gpu_available
-from kdtree.measure import families, session, step
+from kdtree.measure import families, session, step_tasks
 from kdtree.measure.step import TINY_STEP, Step
 
 SMALL = TINY_STEP | {"H": 1, "budget": 4, "n_layers": 1, "L": [3, 0]}
@@ -17,19 +17,19 @@ VOCAB = 97
 
 def test_only_names_of_existing_profiles_make_a_family():
     with pytest.raises(ValueError, match="profile|expected tiny, quick or full"):
-        step.family("huge")
+        step_tasks.family("huge")
     with pytest.raises(ValueError, match="correctness or latency"):
-        step.family("tiny", "memory")
+        step_tasks.family("tiny", "memory")
 
 
 @pytest.mark.parametrize("profile", ["tiny", "quick", "full"])
 @pytest.mark.parametrize("metric", ["correctness", "latency"])
 def test_a_family_name_leads_to_its_tasks(profile, metric):
-    module, _, function = step.family(profile, metric).partition(":")
+    module, _, function = step_tasks.family(profile, metric).partition(":")
     tasks = getattr(importlib.import_module(module), function)()
     assert [t.metric for t in tasks] == [metric] * len(tasks)
     assert len({t.name for t in tasks}) == len(tasks)
-    assert (step.K26_STEP in [t.first["case"] for t in tasks]) == (profile != "tiny")
+    assert (step_tasks.K26_STEP in [t.first["case"] for t in tasks]) == (profile != "tiny")
 
 
 @pytest.mark.parametrize("page_size", [0, 4])
@@ -158,16 +158,16 @@ def test_steps_reuse_their_buffers():
 
 
 def test_attention_counts_once_a_layer():
-    one, two = (step.flop_bytes(step.K26_STEP | {"n_layers": n}) for n in (1, 2))
-    three = step.flop_bytes(step.K26_STEP | {"n_layers": 3})
+    one, two = (step_tasks.flop_bytes(step_tasks.K26_STEP | {"n_layers": n}) for n in (1, 2))
+    three = step_tasks.flop_bytes(step_tasks.K26_STEP | {"n_layers": 3})
     assert two[0] - one[0] == three[0] - two[0] == 2 * 8 * 65 * (1024 + 65) * (576 + 512)
-    assert step.step_bytes(step.K26_STEP) > step.flop_bytes(step.K26_STEP)[1]
+    assert step_tasks.step_bytes(step_tasks.K26_STEP) > step_tasks.flop_bytes(step_tasks.K26_STEP)[1]
 
 
 @pytest.mark.skipif(gpu_available(), reason="speaks of the simulator")
 def test_without_a_gpu_the_latency_row_has_no_time(tmp_path):
     s = session.open_session(tmp_path, "tiny")
-    (task,) = step.tiny_latency()
+    (task,) = step_tasks.tiny_latency()
     (row,) = task.run()
     signed = s.append(row)
     assert signed["status"] == "skipped"
@@ -179,7 +179,7 @@ def test_without_a_gpu_the_latency_row_has_no_time(tmp_path):
 
 def test_the_family_runs_in_a_process_of_its_own(tmp_path):
     s = session.open_session(tmp_path, "tiny")
-    result = families.run(step.family("tiny"), s)
+    result = families.run(step_tasks.family("tiny"), s)
     assert result.exit_code == 0
     assert [(r["op"], r["impl"], r["status"]) for r in result.rows] == [("decode_step", "numba:simt", "passed")]
 
@@ -188,7 +188,7 @@ def test_the_family_runs_in_a_process_of_its_own(tmp_path):
 @pytest.mark.skipif(not gpu_available(), reason="needs a GPU")
 @pytest.mark.parametrize("page_size", [0, 64])
 def test_one_graph_replays_the_whole_step(page_size):
-    params = step.K26_STEP | {"n_layers": 3, "L": 300, "budget": 32, "K": 16, "page_size": page_size}
+    params = step_tasks.K26_STEP | {"n_layers": 3, "L": 300, "budget": 32, "K": 16, "page_size": page_size}
     one = Step(params)
     assert one.check().ok
     one.capture()

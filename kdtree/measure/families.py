@@ -21,7 +21,7 @@ from typing import Any
 
 from kdtree.measure import results, tasks
 from kdtree.measure.session import Session
-from kdtree.measure.worker import DIED, OK, WRONG, inflight_path
+from kdtree.measure.worker import DIED, OK, WRONG
 
 MAX_FAULTS = 3
 CASE_DEADLINE = 120.0  # seconds; a kernel that never returns is killed after this
@@ -80,8 +80,10 @@ def run(
             break
     keys = {results.make_key(session.host, *_identity(t), t.metric) for t in todo}
     rows = [r for r in session.rows() if r["metric"] == metric and (results.key(r) in keys or r["op"] == family)]
-    if code == OK and any(r["status"] == "failed" for r in rows):
+    if code == OK and any(r["status"] == "failed" and not r.get("peer_of") for r in rows):
         code = WRONG
+    if silent := keys - {results.key(r) for r in rows}:
+        raise RuntimeError(f"{len(silent)} of {len(keys)} tasks of {family} left no row, the first is {min(silent)}")
     return FamilyResult(family, metric, code, rows)
 
 
@@ -108,12 +110,15 @@ class _Worker:
     def __init__(self, family: str, metric: str, session: Session, skip: list[str]):
         self.session, self.metric, self.family = session, metric, family
         self.began = False  # has any task been seen at work?
-        self.inflight = inflight_path(session.run_dir, family, metric)
+        # Named after this process, since two notebooks may run one family in one directory at a time.
+        name = f"inflight-{family}-{metric}-{os.getpid()}".replace(":", "-").replace(".", "-")
+        self.inflight = session.run_dir / f"{name}.json"
         self.inflight.unlink(missing_ok=True)
         skip_file = self.inflight.with_suffix(".skip")
         skip_file.write_text(json.dumps(skip))
         command = [sys.executable, "-m", "kdtree.measure.worker", "--family", family, "--metric", metric]
         command += ["--profile", session.profile, "--run-dir", str(session.run_dir), "--skip", str(skip_file)]
+        command += ["--inflight", str(self.inflight), "--source", session.source]
         package = str(Path(__file__).resolve().parents[2])
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])}
         self.process = subprocess.Popen(
@@ -174,9 +179,10 @@ class _Worker:
             except ValueError:
                 continue  # something a library printed
             self.began = True
-            skip.append(event["done"])
-            if progress:
-                progress(event)
+            if "done" in event:
+                skip.append(event["done"])
+                if progress:
+                    progress(event)
 
     def _overdue(self, started: float, deadline: float) -> str | None:
         task = self._task()

@@ -24,8 +24,9 @@ PARAMETERS = ("run_dir", "profile")
 # Which ops a notebook has to leave passed rows for.
 OPS_OF = {
     "10_tree_build": ("topk", "tree_build"),
-    "20_verify_attn": ("verify_attn",),
+    "20_verify_attn": ("verify_attn", "merge_states"),
     "30_tree_accept": ("tree_accept", "kv_compact"),
+    "40_decode_step": ("decode_step",),
 }
 CELL_TIMEOUT = {"tiny": 1200.0, "quick": 1200.0, "full": 7200.0}  # seconds for one cell
 DEADLINE = {"tiny": 2400.0, "quick": 2400.0, "full": 4 * 3600.0}  # seconds for one notebook
