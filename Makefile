@@ -65,11 +65,11 @@ baseline: $(STAMP) ## check a run against accepted times: RUN=host[/run]; ACTION
 fixtures: $(STAMP) ## make the test cases in fixtures/ again
 	$(BIN)/python -m kdtree fixtures $(ARGS)
 
-test: lint ## lint, unit tests, notebooks: what has to pass before a commit
-	@code=0; $(MAKE) --no-print-directory unit || code=$$?; $(MAKE) --no-print-directory nbtest || code=$$?; exit $$code
+test: $(STAMP) ## lint, unit tests, notebooks: what has to pass before a commit
+	@code=0; for part in lint unit nbtest; do $(MAKE) --no-print-directory $$part || code=$$?; done; exit $$code
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadscope $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 # Cells tagged nbval-check-output print exact text; of the others it counts that they run. A notebook's cells need
 # one kernel, hence loadscope.

@@ -107,10 +107,11 @@ def _accept(kind: str):
             )
             wanted = np.array([[5, 7, 6, 0, 0, 9]], dtype=np.int32)
         elif kind == "cycle":
-            tree.first_child[0, 5] = 0
-            tree.next_sibling[1, 6] = 6
+            # A grandchild link back to the root, a sibling that is its own sibling, a root that is its own child.
+            child, other = tree.first_child[0, 0], tree.first_child[1, 0]
+            wanted[0, 0], tree.first_child[0, child] = tree.token_ids[0, child], 0
+            wanted[1, 0], tree.next_sibling[1, other] = 1000, other
             tree.first_child[2, 0] = 0
-            wanted[0] = tree.token_ids[0]
         elif kind == "bad_link":
             tree.first_child[0, 0] = 13
             tree.next_sibling[1, :] = 2**31 - 1

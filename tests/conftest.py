@@ -6,14 +6,9 @@ import os
 
 import pytest
 
+# Chooses the simulator before any test can import numba.cuda by itself.
+import kdtree._cuda  # noqa: F401
 from kdtree.device import gpu_available, why_no_gpu
-
-# Asked before anything may set NUMBA_ENABLE_CUDASIM, so that the reason given below is the real one.
-NO_GPU = "" if gpu_available() else why_no_gpu()
-
-if NO_GPU:
-    # Numba reads this when it is imported; a test may import it before kdtree._cuda would have set it.
-    os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
 
 os.environ.setdefault("MPLBACKEND", "agg")
 
@@ -24,9 +19,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where there is none."""
-    if not NO_GPU:
+    if gpu_available():
         return
-    skip = pytest.mark.skip(reason=f"needs a GPU: {NO_GPU}")
+    skip = pytest.mark.skip(reason=f"needs a GPU: {why_no_gpu()}")
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
@@ -34,4 +29,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_report_header() -> str:
     """One line on top of a test run."""
-    return f"kernels: Numba's simulator ({NO_GPU})" if NO_GPU else "kernels: GPU"
+    return "kernels: GPU" if gpu_available() else f"kernels: Numba's simulator ({why_no_gpu()})"

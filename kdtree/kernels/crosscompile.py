@@ -104,28 +104,31 @@ def parse_sass(text: str) -> dict[str, int]:
     }
 
 
-def compile_one(variant, target: str, folder: Path) -> Path:  # noqa: ANN001 (Variant needs Numba)
-    """PTX file of one variant."""
-    from numba.cuda import dispatcher
+def compile_ptx(variant, targets: list[str], folder: Path) -> list[Path]:  # noqa: ANN001 (Variant needs Numba)
+    """PTX files of one variant, one a target. Typing and lowering, most of the time, are done once for all."""
+    from numba.cuda import compiler, dispatcher
 
-    from kdtree._cuda import cuda
     from kdtree.kernels.launch import signature
 
+    first = TARGETS[targets[0]]
     # Numba asks the current device for its capability when a kernel calls a device function, although the
     # capability is named below. There is no device here: the target answers.
-    dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=TARGETS[target])
-    ptx, _ = cuda.compile(
+    dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=first)
+    # What `cuda.compile` does, but with the library kept: it makes the PTX of any target.
+    library, _ = compiler._compile_pyfunc_with_fixup(
         variant.kernel.function,
         signature(variant.words),
         device=False,
         abi="numba",
-        cc=TARGETS[target],
-        output="ptx",
+        cc=first,
         fastmath=variant.kernel.fastmath,
     )
-    path = folder / f"{variant.op}-{abs(hash((variant.label, target)))}.ptx"
-    path.write_text(ptx)
-    return path
+    paths = []
+    for target in targets:
+        (ptx,) = library.get_asm_strs(cc=TARGETS[target])
+        paths.append(folder / f"{variant.op}-{len(list(folder.iterdir()))}.ptx")
+        paths[-1].write_text(ptx)
+    return paths
 
 
 def assemble(variant, target: str, ptx: Path) -> Resources:  # noqa: ANN001
@@ -155,34 +158,38 @@ def run(targets: list[str], ops: list[str] | None = None) -> Iterator[Resources]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = []
         for variant in wanted:
-            for target in targets:
-                ptx = compile_one(variant, target, Path(folder))
+            for target, ptx in zip(targets, compile_ptx(variant, targets, Path(folder)), strict=True):
                 jobs.append(pool.submit(assemble, variant, target, ptx))
         for job in jobs:
             yield job.result()
 
 
 def collect(targets: list[str] | None = None, ops: list[str] | None = None) -> list[Resources]:
-    """The same from any process: starts two that compile, half the targets each, and keeps what they found.
+    """The same from any process: starts two that compile, with half of the work each, and keeps what they found.
 
     What was found is kept in the user's cache folder under the fingerprint of the kernels' sources, since it takes
     a minute. Raises RuntimeError with the output of a process that fails.
     """
-    wanted = targets or list(TARGETS)
+    from kdtree.kernels import OPS
+
+    wanted, chosen = targets or list(TARGETS), ops or list(OPS)
+    halves = [[o for o in chosen if o == "verify_attn"], [o for o in chosen if o != "verify_attn"]]
     with ThreadPoolExecutor(2) as pool:
-        found = [row for rows in pool.map(lambda t: _collect(t, ops), wanted) for row in rows]
-    return sorted(found, key=lambda row: (row.op, row.kernel, wanted.index(row.target)))
+        found = [row for rows in pool.map(lambda half: _collect(wanted, half), halves) for row in rows]
+    return sorted(found, key=lambda row: (chosen.index(row.op), row.kernel, wanted.index(row.target)))
 
 
-def _collect(target: str, ops: list[str] | None) -> list[Resources]:
-    kept = _cache_file(target, ops)
+def _collect(targets: list[str], ops: list[str]) -> list[Resources]:
+    if not ops:
+        return []
+    kept = _cache_file(targets, ops)
     if not kept.exists():
-        command = [sys.executable, "-m", "kdtree.kernels.crosscompile", f"--target={target}", "--report-only"]
-        command += [f"--op={o}" for o in ops or ()]
+        command = [sys.executable, "-m", "kdtree.kernels.crosscompile", "--report-only"]
+        command += [f"--target={t}" for t in targets] + [f"--op={o}" for o in ops]
         environment = {**os.environ, "KDTREE_CROSS_COMPILE": "1", "NUMBA_ENABLE_CUDASIM": "0"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:
-            raise RuntimeError(f"cross-compilation for {target} failed ({done.returncode}):\n{done.stderr[-4000:]}")
+            raise RuntimeError(f"cross-compilation of {ops} failed ({done.returncode}):\n{done.stderr[-4000:]}")
         kept.parent.mkdir(parents=True, exist_ok=True)
         partial = kept.with_suffix(f".{os.getpid()}")
         partial.write_text(done.stdout)
@@ -190,10 +197,10 @@ def _collect(target: str, ops: list[str] | None) -> list[Resources]:
     return [Resources(**json.loads(line)) for line in kept.read_text().splitlines()]
 
 
-def _cache_file(target: str, ops: list[str] | None) -> Path:
+def _cache_file(targets: list[str], ops: list[str]) -> Path:
     from importlib.metadata import version
 
-    digest = hashlib.sha256(f"{target} {ops} {version('numba-cuda')} {tool('ptxas')}".encode())
+    digest = hashlib.sha256(f"{targets} {ops} {version('numba-cuda')} {tool('ptxas')}".encode())
     package = Path(__file__).resolve().parent
     for path in sorted([*package.glob("*.py"), package.parent / "spec.py", package.parent / "_cuda.py"]):
         digest.update(path.read_bytes())

@@ -18,6 +18,7 @@ import numpy as np
 from kdtree import arrays
 from kdtree._cuda import SIMULATED, cuda
 from kdtree.arrays import View
+from kdtree.kernels import simulator
 
 STATIC_SHARED_LIMIT = 48 * 1024  # bytes a block may declare statically on every target
 
@@ -146,7 +147,8 @@ class Kernel:
         if self._simulated is None:
             self._simulated = cuda.jit(self.function)
         values = [a.handle if isinstance(a, Operand) else _SCALARS[a[0]](a[1]) for a in args]
-        self._simulated[grid, self.threads](*values)
+        with simulator.brisk():
+            self._simulated[grid, self.threads](*values)
 
     def _launch(self, grid: tuple[int, ...], args: tuple[Any, ...], stream: int) -> None:
         words = tuple(a.word if isinstance(a, Operand) else a[0] for a in args)

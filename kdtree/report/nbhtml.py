@@ -18,9 +18,13 @@ _KEPT_TEXT = 4000  # characters of an output that is cut to make a page fit
 
 
 def _exporter() -> Any:
+    import nbconvert
     from nbconvert import HTMLExporter
 
-    exporter = HTMLExporter(template_name="kdtree", extra_template_basedirs=[str(NBTEMPLATES)])
+    # nbconvert looks for its own templates below sys.prefix, which is not where `pip install --target` puts them.
+    beside = Path(nbconvert.__file__).parent.parent / "share" / "jupyter" / "nbconvert" / "templates"
+    folders = [str(NBTEMPLATES), *([str(beside)] if beside.is_dir() else [])]
+    exporter = HTMLExporter(template_name="kdtree", extra_template_basedirs=folders)
     exporter.register_filter("offline", strip_external)
     return exporter
 
