@@ -200,6 +200,7 @@ def _commit() -> str:
 
 def _dirty() -> bool:
     try:
+        _git("rev-parse", "HEAD")  # without a commit every file is untracked, which says nothing
         return bool(_git("status", "--porcelain", "--", ".", ":(exclude)reports"))
     except (RuntimeError, OSError):
         if told := _told_commit():

@@ -23,8 +23,12 @@ def _exporter() -> Any:
 
     # nbconvert looks for its own templates below sys.prefix, which is not where `pip install --target` puts them.
     beside = Path(nbconvert.__file__).parent.parent / "share" / "jupyter" / "nbconvert" / "templates"
-    folders = [str(NBTEMPLATES), *([str(beside)] if beside.is_dir() else [])]
-    exporter = HTMLExporter(template_name="kdtree", extra_template_basedirs=folders)
+    more = [str(beside)] if beside.is_dir() else []
+    exporter = HTMLExporter(
+        template_name="kdtree",
+        extra_template_basedirs=[str(NBTEMPLATES), *more],
+        extra_template_paths=more,
+    )
     exporter.register_filter("offline", strip_external)
     return exporter
 
