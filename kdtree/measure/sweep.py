@@ -99,7 +99,7 @@ def workspace_of(params: dict[str, Any]) -> int:
     from kdtree.kernels import launch, verify_attn
 
     page = params.get("page_size") or 0
-    rows = params["L"] + params["N"]
+    rows = params.get("Lmax") or max(memory.prefix_lens(params), default=0) + params["N"]
     wanted = {
         "B": params["B"],
         "rows": params["N"] * params["H"],
