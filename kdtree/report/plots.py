@@ -147,7 +147,7 @@ def step_parts(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     steps = [r for r in timed(rows) if r["op"] == "decode_step" and r.get("parts") and not is_peer(r)]
     if not steps:
         return {}
-    sides = {_step_name(r, steps): {k: float(v) for k, v in r["parts"].items()} for r in steps[:MAX_STEPS]}
+    sides = {_step_name(r, steps[:MAX_STEPS]): {k: float(v) for k, v in r["parts"].items()} for r in steps[:MAX_STEPS]}
     case, peers = steps[0]["case"], {}
     for row in timed(rows):
         if is_peer(row) and not is_upper_reference(row) and row["op"] in steps[0]["parts"] and _fits(row, case):
