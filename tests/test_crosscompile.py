@@ -140,7 +140,6 @@ def test_nothing_else_needs_a_stack(compiled):
     assert {(row.kernel, row.target) for row in compiled if row.stack_bytes} <= KNOWN_STACKS
 
 
-
 def test_shared_memory_stays_within_what_the_kernel_states(compiled):
     assert [(row.kernel, row.target, row.shared_bytes) for row in compiled if row.shared_bytes > row.shared_limit] == []
     assert [problem for row in compiled for problem in row.problems()] == []
