@@ -67,6 +67,8 @@ def kind_of(array: Any) -> str | None:
 
 
 def _kind_of(array: Any) -> str | None:
+    if isinstance(array, np.ma.MaskedArray | np.matrix):
+        return None  # a mask would be lost, and a matrix never has one axis
     if isinstance(array, np.ndarray):
         return "numpy"
     root = type(array).__module__.partition(".")[0]

@@ -73,6 +73,7 @@ class Call:
             checks.array(v, f"out.{name}", (dtype,) if name != "visibility" else (dtype, "int32"), shape)
             checks.writable(v, f"out.{name}")
             checks.same_device({next(iter(self.views)): self.lead, f"out.{name}": v})
+        checks.apart({f"out.{name}": self._seen[id(out[name])] for name in wanted})
         return out
 
     def store(self, outs: dict[str, Any], values: dict[str, np.ndarray]) -> None:
@@ -94,7 +95,8 @@ class Call:
             return Operand(v.ptr, word)
         flat = arrays.to_numpy(v.obj).reshape(-1).view(_UNITS[word])
         if SIMULATED:
-            return Operand(flat, word)
+            # The simulator copies every array back, also one that the kernel only reads.
+            return Operand(flat if writes or flat.flags.writeable else flat.copy(), word)
         staged = cuda.to_device(flat) if flat.size else cuda.device_array(1, flat.dtype)
         if writes:
             self._staged.append(lambda: staged.copy_to_host(flat) if flat.size else None)

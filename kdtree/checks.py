@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,6 +12,9 @@ from kdtree.tree import FIELDS, DraftTree, field_shapes
 
 FLOATS = ("bfloat16", "float16", "float32")
 INTS = ("int32", "int64")
+FLOAT32_MAX = 3.4028234e38
+INT32 = (-(2**31), 2**31 - 1)
+MAX_PREFIX = 2**40  # tokens; far beyond any context, and positions stay far from the end of int64
 
 
 def dtype(v: View, name: str, allowed: Iterable[str]) -> None:
@@ -52,9 +54,23 @@ def number(value: object, name: str) -> float:
     """`value` as float, or TypeError / ValueError unless it is a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected a finite number")
-    if not math.isfinite(value):
-        raise ValueError(f"{name}: got {value}, expected a finite number")
+    if not abs(value) <= FLOAT32_MAX:
+        raise ValueError(f"{name}: got {value}, expected a finite float32")
     return float(value)
+
+
+def values(array: np.ndarray, name: str, low: int, high: int) -> None:
+    """ValueError unless every integer of `array` lies in low..high."""
+    if array.size and not (low <= int(array.min()) and int(array.max()) <= high):
+        raise ValueError(f"{name}: got values {array.min()}..{array.max()}, expected {low}..{high}")
+
+
+def apart(outputs: dict[str, View]) -> None:
+    """ValueError where two outputs share memory: what is left in them would depend on who wrote last."""
+    spans = sorted((v.ptr, v.ptr + v.nbytes, name) for name, v in outputs.items() if v.nbytes)
+    for (_, end, first), (start, _, second) in zip(spans, spans[1:], strict=False):
+        if start < end:
+            raise ValueError(f"{second}: got memory that overlaps {first}, expected outputs apart from each other")
 
 
 def instance(value: object, name: str, kind: type) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,6 +84,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.OK)
+    except OSError as error:  # a folder that is not there or cannot be written
+        _say(f"{type(error).__name__}: {error}")
+        return int(ExitCode.USAGE)
+    except Exception:  # 1 means a wrong result, and this is none
+        traceback.print_exc()
+        return int(ExitCode.DIED)
 
 
 def _say(text: str) -> None:

@@ -128,8 +128,11 @@ def tree_build(
     n_slots = checks.integer(budget, "budget", 0, MAX_BUDGET) + 1
     if validate or (validate is None and not v.on_gpu):
         checks.log_probs(call.host("log_probs"))
-        if call.given("prefix_lens") and (call.host("prefix_lens") < 0).any():
-            raise ValueError(f"prefix_lens: got {call.host('prefix_lens').tolist()}, expected >= 0")
+        checks.values(call.host("token_ids"), "token_ids", *checks.INT32)
+        if call.given("root_tokens"):
+            checks.values(call.host("root_tokens"), "root_tokens", *checks.INT32)
+        if call.given("prefix_lens"):
+            checks.values(call.host("prefix_lens"), "prefix_lens", 0, checks.MAX_PREFIX)
     wanted = {n: (FIELDS[n], s) for n, s in field_shapes(batch, n_slots).items()}
     outs = call.outputs(None if out is None else out.arrays(), wanted)
     if call.backend == "ref":

@@ -146,7 +146,7 @@ def from_parents(
                 tree.visibility[b, i] = tree.visibility[b, parent]
                 append_child(tree, b, parent, i)
             tree.visibility[b, i, i // 32] |= np.uint32(1 << (i % 32))
-            tree.positions[b, i] = prefix + tree.depths[b, i]
+            tree.positions[b, i] = prefix + int(tree.depths[b, i])
             tree.scores[b, i] = 0.0 if scores is None else scores[b][i]
     tree.max_depth = int(tree.depths.max()) if max_depth is None else int(max_depth)
     return tree

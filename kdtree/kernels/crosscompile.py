@@ -190,11 +190,24 @@ def _collect(targets: list[str], ops: list[str]) -> list[Resources]:
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:
             raise RuntimeError(f"cross-compilation of {ops} failed ({done.returncode}):\n{done.stderr[-4000:]}")
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        partial = kept.with_suffix(f".{os.getpid()}")
-        partial.write_text(done.stdout)
-        partial.replace(kept)
-    return [Resources(**json.loads(line)) for line in kept.read_text().splitlines()]
+        _keep(kept, done.stdout)
+        return _parse(done.stdout)
+    return _parse(kept.read_text())
+
+
+def _parse(lines: str) -> list[Resources]:
+    return [Resources(**json.loads(line)) for line in lines.splitlines()]
+
+
+def _keep(path: Path, text: str) -> None:
+    """Write the cache; where that cannot be done, the next call compiles again."""
+    partial = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError:
+        pass
 
 
 def _cache_file(targets: list[str], ops: list[str]) -> Path:

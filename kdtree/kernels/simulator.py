@@ -18,19 +18,21 @@ import numpy as np
 SWITCH_SECONDS = 1e-4
 
 _lock = threading.Lock()
+_one_launch = threading.Lock()
 _patched = False
 
 
 @contextmanager
 def brisk() -> Iterator[None]:
     """While open, simulated threads take turns quickly; the interval is put back afterwards."""
-    _patch()
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_SECONDS)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
+    with _one_launch:  # the simulator can do no second one meanwhile
+        _patch()
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_SECONDS)
+        try:
+            yield
+        finally:
+            sys.setswitchinterval(before)
 
 
 def _patch() -> None:

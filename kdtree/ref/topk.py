@@ -5,13 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 
-def log_sum_exp(row: np.ndarray) -> float:
-    """ln Σ exp(row) in float64, NaN or infinite when `row` holds a NaN or +inf or nothing finite."""
-    row = row.astype(np.float64)
+def log_softmax(row: np.ndarray) -> np.ndarray | None:
+    """row - ln Σ exp(row) in float64, at most 0; None when `row` holds a NaN or +inf or nothing finite.
+
+    The peak is taken off first and apart: added to the logarithm it would swallow it where logits are large.
+    """
     peak = row.max()  # NaN if any entry is NaN
     if not np.isfinite(peak):
-        return float(peak)
-    return float(peak + np.log(np.sum(np.exp(row - peak))))
+        return None
+    below = row - peak
+    return np.minimum(below - np.log(np.sum(np.exp(below))), 0.0)
 
 
 def topk(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -37,10 +40,10 @@ def topk(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     log_probs = np.empty((len(rows), k), dtype=np.float64)
     token_ids = np.empty((len(rows), k), dtype=np.int32)
     for r, row in enumerate(rows.astype(np.float64)):
-        total = log_sum_exp(row)
+        normal = log_softmax(row)
         descending = np.where(np.isnan(row), np.inf, -row)  # ascending sort key; +inf = last
         order = np.lexsort((np.arange(vocab), np.isnan(row), descending))[:k]
         token_ids[r] = order
-        log_probs[r] = np.minimum(row[order] - total, 0.0) if np.isfinite(total) else np.nan
+        log_probs[r] = np.nan if normal is None else normal[order]
     shape = (*logits.shape[:-1], k)
     return log_probs.reshape(shape), token_ids.reshape(shape)

@@ -93,8 +93,11 @@ def merge_states(
         if a == -np.inf and b == -np.inf:
             continue
         lse[r] = np.logaddexp(a, b)
+        # Weights against the larger LSE, then normalised: against their own sum they would not add up to 1 where
+        # LSEs are large.
+        weight_a, weight_b = np.exp(a - max(a, b)), np.exp(b - max(a, b))
         if a != -np.inf:
-            out[r] += np.exp(a - lse[r]) * flat_a[r].astype(np.float64)
+            out[r] += weight_a / (weight_a + weight_b) * flat_a[r].astype(np.float64)
         if b != -np.inf:
-            out[r] += np.exp(b - lse[r]) * flat_b[r].astype(np.float64)
+            out[r] += weight_b / (weight_a + weight_b) * flat_b[r].astype(np.float64)
     return out.reshape(out_a.shape), lse.reshape(lse_a.shape)

@@ -77,6 +77,9 @@ class Progress:
 def _code_cells(path: Path) -> int:
     import nbformat
 
-    nb = nbformat.read(path, as_version=4)
+    try:
+        nb = nbformat.read(path, as_version=4)
+    except Exception:  # running it will say what is wrong with it
+        return 0
     declared = sum(c.cell_type == "code" and bool(c.source.strip()) for c in nb.cells)
     return declared + 1  # papermill adds one that sets the parameters
