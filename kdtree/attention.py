@@ -6,6 +6,7 @@ What `kdtree.ops` says of arrays, backends and checks holds here too.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -90,7 +91,7 @@ def verify_attn(
         result = reference(
             call.host("q"),
             call.host("kv"),
-            tree.numpy(),
+            replace(tree, n_nodes=call.host("tree.n_nodes"), visibility=call.host("tree.visibility")),
             prefix_lens=call.host("prefix_lens"),
             scale=scale,
             page_table=call.host("page_table") if call.given("page_table") else None,

@@ -13,7 +13,7 @@ loop on them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kdtree import checks
@@ -208,7 +208,8 @@ def tree_accept(
     if call.backend == "ref":
         from kdtree.ref.tree_accept import tree_accept as reference
 
-        result = reference(tree.numpy(), call.host("predictions"), stop_token=stop_token)
+        read = replace(tree, **{n: call.host(f"tree.{n}") for n in used})
+        result = reference(read, call.host("predictions"), stop_token=stop_token)
         call.store(outs, dict(zip(wanted, result, strict=True)))
     else:
         from kdtree.kernels import tree_accept as kernel

@@ -421,3 +421,62 @@ def test_on_a_gpu_numba_device_arrays_come_back_as_such():
     want = kdtree.topk(logits, 4)
     np.testing.assert_array_equal(ids.copy_to_host(), want[1])
     np.testing.assert_allclose(log_probs.copy_to_host(), want[0], rtol=1e-5)
+
+
+# ---- what values alone show ----
+
+
+def test_outputs_that_share_memory_are_refused():
+    buffer = np.zeros((4, 2), np.float32)
+    with pytest.raises(ValueError, match="overlaps"):
+        kdtree.topk(np.ones((4, 5), np.float32), 2, out=(buffer, buffer.view(np.int32)))
+
+
+def test_masked_arrays_are_refused_since_the_mask_would_be_lost():
+    with pytest.raises(TypeError, match="logits: got MaskedArray"):
+        kdtree.topk(np.ma.masked_array(np.ones((2, 5), np.float32), mask=True), 2)
+
+
+@pytest.mark.parametrize("backend", ["ref", "numba"])
+def test_a_read_only_input_is_read(backend):
+    logits = np.linspace(0, 1, 10, dtype=np.float32).reshape(2, 5)
+    logits.flags.writeable = False
+    assert kdtree.topk(logits, 2, backend=backend)[1].tolist() == [[4, 3], [4, 3]]
+
+
+@pytest.mark.parametrize("backend", ["ref", "numba"])
+@pytest.mark.parametrize("size", [1e10, 1e17, 3e38])
+def test_equal_logits_share_the_probability_however_large_they_are(backend, size):
+    log_probs, _ = kdtree.topk(np.full((1, 4), size, np.float32), 4, backend=backend)
+    np.testing.assert_allclose(log_probs, -np.log(4), rtol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["ref", "numba"])
+def test_states_of_equal_weight_are_averaged_however_large_their_lse(backend):
+    ones, lse = np.ones((3, 8), np.float32), np.full(3, 3e38, np.float32)
+    out, _ = kdtree.merge_states(ones, lse, 3 * ones, lse, backend=backend)
+    np.testing.assert_allclose(out, 2.0)
+
+
+def test_token_ids_and_prefix_lengths_out_of_range_are_named():
+    log_probs, tokens = np.full((1, 2, 2), -1, np.float32), np.zeros((1, 2, 2), np.int64)
+    with pytest.raises(ValueError, match="token_ids: got values 0..2147483648"):
+        kdtree.tree_build(log_probs, np.where(np.arange(2), 2**31, tokens), 2)
+    with pytest.raises(ValueError, match="prefix_lens: got values"):
+        kdtree.tree_build(log_probs, tokens, 2, prefix_lens=np.array([2**62]))
+
+
+def test_positions_go_on_beyond_int32():
+    log_probs, tokens = np.full((1, 2, 2), -1, np.float32), np.zeros((1, 2, 2), np.int32)
+    tree = kdtree.tree_build(log_probs, tokens, 1, prefix_lens=np.array([2**31 - 1], np.int32))
+    assert tree.positions.tolist() == [[2**31 - 1, 2**31]]
+
+
+def test_simulated_launches_of_several_threads_wait_for_each_other():
+    from concurrent.futures import ThreadPoolExecutor
+
+    logits = np.random.RandomState(0).standard_normal((2, 37)).astype(np.float32)
+    want = kdtree.topk(logits, 3)[1].tolist()
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: kdtree.topk(logits, 3, backend="numba")[1].tolist(), range(4)))
+    assert found == [want] * 4

@@ -176,3 +176,16 @@ def test_the_doctor_compares_fixtures_with_their_manifest(tmp_path):
     assert "1 absent: a" in doctor.check_fixtures(tmp_path).found
     (tmp_path / "MANIFEST.json").write_text("[")
     assert "no manifest" in doctor.check_fixtures(tmp_path).found
+
+
+def test_an_error_of_the_file_system_is_usage_and_any_other_is_no_wrong_result(monkeypatch, capsys):
+    from kdtree import cli
+
+    for error, code in ((FileNotFoundError("no such folder"), 2), (RuntimeError("broken"), 6)):
+
+        def fail(argv, error=error):
+            raise error
+
+        monkeypatch.setattr(cli, "_fixtures", fail)
+        assert cli.main(["fixtures"]) == code
+    assert "no such folder" in capsys.readouterr().err

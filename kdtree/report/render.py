@@ -23,6 +23,8 @@ def render(run_dir: Path, *, fail_untrusted: bool = False) -> dict[str, Any]:
     state, host = runstate.load(run_dir), runstate.read_json(run_dir / "host.json") or {}
     if state is None:
         raise FileNotFoundError(f"run: no run.json in {run_dir.name}, expected the directory of a run")
+    if not host:
+        state["trust"] = [*state["trust"], "host.json is missing or cannot be read: nothing says what was measured."]
     scrubber = for_run(run_dir, repo_root())
     loaded = results.load(run_dir / "results.jsonl")
     rows = [scrubber.value(row) for row in loaded.rows]
@@ -55,14 +57,16 @@ def render(run_dir: Path, *, fail_untrusted: bool = False) -> dict[str, Any]:
 
 
 def refused_rows(path: Path) -> int:
-    """How many lines of results.jsonl are whole objects but no valid rows; a torn line is not one."""
+    """How many lines of results.jsonl are neither valid rows nor the torn beginning of one."""
     from kdtree.measure import results
 
     refused = 0
     for line in path.read_bytes().split(b"\n") if path.exists() else ():
         try:
             row = json.loads(line)
-        except ValueError:  # torn, or empty
+        except ValueError:
+            # A writer that was killed leaves the beginning of a row; anything else was put there.
+            refused += bool(line.strip()) and not line.startswith(b'{"op"')
             continue
         try:
             results.dumps(row)
