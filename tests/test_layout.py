@@ -202,7 +202,7 @@ def test_the_checker_sees(cells: list[dict], complaint: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a/tmp/b", "reports/home/x", "https://x.org/home/a", "1/work/2", "see ~/work/x", "n/a", "/ root /"]
+    "text", ["a/tmp/b", "reports/home/x", "https://x.org/home/a", "1/work/2", "see ~/tmp/x", "n/a", "/ root /"]
 )
 def test_the_checker_passes_over_what_is_no_path_of_a_machine(text: str) -> None:
     assert check_notebooks.absolute_path(text) is None

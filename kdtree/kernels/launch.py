@@ -127,10 +127,6 @@ class Kernel:
     def __repr__(self) -> str:
         return f"Kernel({self.name}, {self.threads} threads)"
 
-    def signature(self, words: tuple[str, ...]) -> Any:
-        """Numba signature of the argument words."""
-        return signature(words)
-
     def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], *, stream: int = 0) -> None:
         """Launch `grid` blocks. `args` are Operands and ``(word, value)`` scalars, in the kernel's order.
 

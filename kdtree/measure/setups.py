@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -206,8 +205,3 @@ def _torch() -> Any:
     import torch
 
     return torch
-
-
-def n_rows(params: dict[str, Any]) -> int:
-    """Query rows of an attention case: B·N·H."""
-    return math.prod(params[n] for n in ("B", "N", "H"))
