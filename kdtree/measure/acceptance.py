@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from kdtree import captured, ref_outputs
+from kdtree.arrays import to_numpy
 from kdtree.measure import invoke
 from kdtree.measure.compare import compare
 from kdtree.measure.tasks import Task, figures
@@ -49,5 +50,5 @@ def _run(first: dict[str, Any], corpus: str, budget: int) -> list[dict[str, Any]
     if stray:
         row |= {"status": "failed", "reason": stray}
     if row["status"] == "passed":
-        row["mean_accepted"] = float(np.mean(invoke.to_host(got["n_accepted"])))
+        row["mean_accepted"] = float(np.mean(to_numpy(got["n_accepted"])))
     return [row]

@@ -76,10 +76,10 @@ def check(op: str, make: Callable[[], tuple[dict, dict]], want: dict[str, Any] |
 
 def bundle_cases(op: str, *, large: bool) -> Iterator[CheckCase]:
     """Every bundle of `op`; the large ones only where `large`."""
+    manifest = fixtures.read_manifest()
     for fixture in fixtures.all_fixtures():
         if fixture.op == op and (large or not fixture.large):
-            pinned = fixtures.read_manifest()[fixture.name]["params"]
-            params = {"bundle": fixture.name} | pinned
+            params = {"bundle": fixture.name} | manifest[fixture.name]["params"]
             yield CheckCase(op, fixture.name, params, fixture.seed, partial(check_bundle, fixture.name))
 
 

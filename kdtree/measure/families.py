@@ -67,7 +67,8 @@ def run(
     """
     session.run_dir.mkdir(parents=True, exist_ok=True)
     todo = tasks.tasks(family, metric, session.profile)
-    skip = [] if overwrite else [t.name for t in todo if _is_done(t, session)]
+    kept = set() if overwrite else _done_keys(session)
+    skip = [t.name for t in todo if results.make_key(session.host, *_identity(t), t.metric) in kept]
     code, faults = OK, 0
     while len(skip) < len(todo):
         status = _Worker(family, metric, session, skip).wait(case_deadline, progress, skip)
@@ -93,9 +94,9 @@ def _identity(task: tasks.Task) -> tuple[str, str, dict[str, Any]]:
     return task.first["op"], task.first["impl"], task.first["case"]
 
 
-def _is_done(task: tasks.Task, session: Session) -> bool:
-    key = results.make_key(session.host, *_identity(task), task.metric)
-    return any(results.key(r) == key and r["status"] in ("passed", "skipped") for r in session.rows())
+def _done_keys(session: Session) -> set[results.Key]:
+    """Keys that need not be run again; the file is read once for all tasks."""
+    return {results.key(r) for r in session.rows() if r["status"] in ("passed", "skipped")}
 
 
 def _give_up(todo: list[tasks.Task], skip: list[str], metric: str, session: Session) -> None:

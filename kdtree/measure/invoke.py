@@ -31,13 +31,6 @@ def to_device(arguments: dict[str, Any]) -> dict[str, Any]:
     return {n: move(v) for n, v in arguments.items()}
 
 
-def to_host(array: Any) -> np.ndarray:
-    """`array` as NumPy."""
-    from kdtree.arrays import to_numpy
-
-    return to_numpy(array)
-
-
 def output_shapes(op: str, a: dict[str, Any], params: dict) -> dict[str, tuple[str, tuple[int, ...]]]:
     """name -> (dtype, shape) of the op's outputs for arguments `a`; for kv_compact the cache itself."""
     if op == "topk":
