@@ -45,12 +45,13 @@ class Call:
 
     def _check_current_device(self) -> None:
         """ValueError unless the arrays lie on the current device, where the kernels are loaded and launched."""
-        from kdtree._cuda import SIMULATED, cuda
+        from kdtree._cuda import SIMULATED
+        from kdtree.kernels.launch import current_device
 
-        if not SIMULATED and self.lead.device != f"cuda:{cuda.get_current_device().id}":
+        if not SIMULATED and self.lead.device != f"cuda:{current_device()}":
             raise ValueError(
                 f"{next(iter(self.views))}: got an array on {self.lead.device}, expected one on the current device "
-                f"cuda:{cuda.get_current_device().id}; make its device current around the call"
+                f"cuda:{current_device()}; make its device current around the call"
             )
 
     def given(self, name: str) -> bool:
@@ -81,10 +82,11 @@ class Call:
         for name, target in outs.items():
             arrays.copy_into(target, values[name], name)
 
-    def operand(self, array: Any, *, writes: bool = False, word: str | None = None) -> Any:
+    def operand(self, array: Any, *, writes: bool = False, word: str | None = None, source: str = "") -> Any:
         """`array` as a kernel argument. Host arrays are staged on the GPU where there is one.
 
-        `word` overrides the element type that the kernel sees (rows moved as 32-bit words).
+        `word` overrides the element type that the kernel sees (rows moved as 32-bit words). `source` is the argument's
+        name, for calls that are recorded.
         """
         from kdtree._cuda import SIMULATED, cuda
         from kdtree.kernels.launch import Operand, word_of
@@ -92,7 +94,7 @@ class Call:
         v = self._seen.get(id(array)) or arrays.view(array, "array")
         word = word or word_of(v.dtype)
         if v.on_gpu:
-            return Operand(v.ptr, word)
+            return Operand(v.ptr, word, source)
         flat = arrays.to_numpy(v.obj).reshape(-1).view(_UNITS[word])
         if SIMULATED:
             # The simulator copies every array back, also one that the kernel only reads.
@@ -105,7 +107,7 @@ class Call:
 
     def operands(self, *names: str) -> dict[str, Any]:
         """Arguments by name; an argument that was not given becomes an empty int32 array."""
-        return {n: self.operand(self.views[n].obj) if self.given(n) else self.nothing() for n in names}
+        return {n: self.operand(self.views[n].obj, source=n) if self.given(n) else self.nothing() for n in names}
 
     def nothing(self) -> Any:
         """An operand that the kernel does not read."""

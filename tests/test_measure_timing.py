@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kdtree.kernels import cubin_cache
 from kdtree.measure import cross_check, graphs, timing
 
 REPLAY_START_US = 1.5  # what a graph takes before its first node, on the fake GPU
@@ -130,7 +131,7 @@ def no_gpu(monkeypatch):
         lambda fn: timing.time_graphs({"a": [fn]}, cache="warm"),
         lambda fn: timing.time_eager({"a": [fn]}, cache="warm"),
         timing.launch_latency,
-        timing.first_call_ms,
+        timing.first_call,
         lambda fn: timing.l2_bytes(),
     ],
 )
@@ -336,7 +337,21 @@ def test_latency_is_longer_than_the_call_alone(torch, monkeypatch):
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(ticks)))
     got = timing.launch_latency(lambda: torch.work(1.0), n=20)
     assert got.host_us == pytest.approx(10) and got.latency_us == pytest.approx(30) and got.n == 20
-    assert timing.first_call_ms(lambda: None) > 0
+
+
+@pytest.mark.parametrize(
+    ("read", "compiled", "cached"), [(0, 2, False), (2, 0, True), (1, 1, True), (0, 0, True)], ids=str
+)
+def test_a_first_call_says_whether_machine_code_lay_ready(read, compiled, cached, torch, monkeypatch):
+    monkeypatch.setattr(cubin_cache, "count", {"read": 5, "compiled": 7})
+
+    def call() -> str:
+        cubin_cache.count["read"] += read
+        cubin_cache.count["compiled"] += compiled
+        return "refused"
+
+    returned, figures = timing.first_call(call)
+    assert returned == "refused" and figures["jit_ms"] > 0 and figures["jit_cached"] is cached
 
 
 @pytest.mark.parametrize(

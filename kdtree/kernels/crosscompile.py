@@ -25,15 +25,30 @@ from types import SimpleNamespace
 
 TARGETS: dict[str, tuple] = {
     "sm_80": (8, 0),  # A100
+    "sm_89": (8, 9),  # L40S, RTX 4090
     "sm_90a": (9, 0, "a"),  # H100, H200
     "sm_100": (10, 0),  # B200
     "sm_120": (12, 0),  # RTX 5070 Ti, RTX PRO 6000
 }
 
+SHARES = 2  # processes that `collect` starts
+
+# Shared memory that a block can have, static and dynamic: bytes.
+HARDWARE_SHARED = {
+    "sm_80": 163 * 1024,
+    "sm_89": 99 * 1024,
+    "sm_90a": 227 * 1024,
+    "sm_100": 227 * 1024,
+    "sm_120": 99 * 1024,
+}
+
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel takes on one target. Bytes are per thread (stack, spills) or per block (shared)."""
+    """What one kernel takes on one target. Bytes are per thread (stack, spills) or per block (shared).
+
+    `shared_bytes` is static and dynamic shared memory together, `shared_limit` what the kernel states of itself.
+    """
 
     op: str
     kernel: str
@@ -58,6 +73,11 @@ class Resources:
             found.append(
                 f"{self.kernel} on {self.target} takes {self.shared_bytes} bytes of shared memory, "
                 f"states at most {self.shared_limit}"
+            )
+        elif self.shared_bytes > HARDWARE_SHARED[self.target]:
+            found.append(
+                f"{self.kernel} on {self.target} takes {self.shared_bytes} bytes of shared memory, "
+                f"a block there has at most {HARDWARE_SHARED[self.target]}"
             )
         return found
 
@@ -106,32 +126,23 @@ def parse_sass(text: str) -> dict[str, int]:
 
 def compile_ptx(variant, targets: list[str], folder: Path) -> list[Path]:  # noqa: ANN001 (Variant needs Numba)
     """PTX files of one variant, one a target. Typing and lowering, most of the time, are done once for all."""
-    from numba.cuda import compiler, dispatcher
+    from numba.cuda import dispatcher
 
-    from kdtree.kernels.launch import signature
+    from kdtree.kernels import assemble
 
     first = TARGETS[targets[0]]
     # Numba asks the current device for its capability when a kernel calls a device function, although the
     # capability is named below. There is no device here: the target answers.
     dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=first)
-    # What `cuda.compile` does, but with the library kept: it makes the PTX of any target.
-    library, _ = compiler._compile_pyfunc_with_fixup(
-        variant.kernel.function,
-        signature(variant.words),
-        device=False,
-        abi="numba",
-        cc=first,
-        fastmath=variant.kernel.fastmath,
-    )
+    code = assemble.library(variant.kernel, variant.words, first)
     paths = []
     for target in targets:
-        (ptx,) = library.get_asm_strs(cc=TARGETS[target])
         paths.append(folder / f"{variant.op}-{len(list(folder.iterdir()))}.ptx")
-        paths[-1].write_text(ptx)
+        paths[-1].write_text(assemble.ptx(code, variant.kernel, variant.words, TARGETS[target]))
     return paths
 
 
-def assemble(variant, target: str, ptx: Path) -> Resources:  # noqa: ANN001
+def resources(variant, target: str, ptx: Path) -> Resources:  # noqa: ANN001
     """Run ptxas and nvdisasm on a PTX file."""
     cubin = ptx.with_suffix(".cubin")
     command = [tool("ptxas"), "-v", f"-arch={target}", str(ptx), "-o", str(cubin)]
@@ -139,27 +150,33 @@ def assemble(variant, target: str, ptx: Path) -> Resources:  # noqa: ANN001
     if done.returncode:
         raise RuntimeError(f"ptxas refused {variant.kernel.name} for {target}:\n{done.stderr}")
     listing = subprocess.run([tool("nvdisasm"), "-c", str(cubin)], capture_output=True, text=True, check=True)
+    taken = parse_ptxas(done.stderr)
+    taken["shared_bytes"] += variant.kernel.dynamic_shared
     return Resources(
         op=variant.op,
         kernel=f"{variant.op}.{variant.label}",
         target=target,
         threads=variant.kernel.threads,
         shared_limit=variant.shared_limit,
-        **parse_ptxas(done.stderr),
+        **taken,
         **parse_sass(listing.stdout),
     )
 
 
-def run(targets: list[str], ops: list[str] | None = None) -> Iterator[Resources]:
-    """Resources of every variant on every target, as they come. Needs a process without the simulator."""
+def run(targets: list[str], ops: list[str] | None = None, share: tuple[int, int] = (0, 1)) -> Iterator[Resources]:
+    """Resources of every variant on every target that it is made for, as they come.
+
+    `share` = (i, n) does every n-th variant from the i-th on. Needs a process without the simulator.
+    """
     from kdtree.kernels import all_variants
 
-    wanted = [v for v in all_variants() if ops is None or v.op in ops]
+    wanted = [v for v in all_variants() if ops is None or v.op in ops][share[0] :: share[1]]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = []
         for variant in wanted:
-            for target, ptx in zip(targets, compile_ptx(variant, targets, Path(folder)), strict=True):
-                jobs.append(pool.submit(assemble, variant, target, ptx))
+            chosen = [t for t in targets if variant.kernel.runs_on(TARGETS[t])]
+            for target, ptx in zip(chosen, chosen and compile_ptx(variant, chosen, Path(folder)), strict=True):
+                jobs.append(pool.submit(resources, variant, target, ptx))
         for job in jobs:
             yield job.result()
 
@@ -168,23 +185,20 @@ def collect(targets: list[str] | None = None, ops: list[str] | None = None) -> l
     """The same from any process: starts two that compile, with half of the work each, and keeps what they found.
 
     What was found is kept in the user's cache folder under the fingerprint of the kernels' sources, since it takes
-    a minute. Raises RuntimeError with the output of a process that fails.
+    minutes. Raises RuntimeError with the output of a process that fails.
     """
     from kdtree.kernels import OPS
 
     wanted, chosen = targets or list(TARGETS), ops or list(OPS)
-    halves = [[o for o in chosen if o == "verify_attn"], [o for o in chosen if o != "verify_attn"]]
-    with ThreadPoolExecutor(2) as pool:
-        found = [row for rows in pool.map(lambda half: _collect(wanted, half), halves) for row in rows]
+    with ThreadPoolExecutor(SHARES) as pool:
+        found = [row for rows in pool.map(lambda i: _collect(wanted, chosen, i), range(SHARES)) for row in rows]
     return sorted(found, key=lambda row: (chosen.index(row.op), row.kernel, wanted.index(row.target)))
 
 
-def _collect(targets: list[str], ops: list[str]) -> list[Resources]:
-    if not ops:
-        return []
-    kept = _cache_file(targets, ops)
+def _collect(targets: list[str], ops: list[str], share: int) -> list[Resources]:
+    kept = _cache_file(targets, ops, share)
     if not kept.exists():
-        command = [sys.executable, "-m", "kdtree.kernels.crosscompile", "--report-only"]
+        command = [sys.executable, "-m", "kdtree.kernels.crosscompile", "--report-only", f"--share={share}"]
         command += [f"--target={t}" for t in targets] + [f"--op={o}" for o in ops]
         environment = {**os.environ, "KDTREE_CROSS_COMPILE": "1", "NUMBA_ENABLE_CUDASIM": "0"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -210,10 +224,10 @@ def _keep(path: Path, text: str) -> None:
         pass
 
 
-def _cache_file(targets: list[str], ops: list[str]) -> Path:
+def _cache_file(targets: list[str], ops: list[str], share: int) -> Path:
     from importlib.metadata import version
 
-    digest = hashlib.sha256(f"{targets} {ops} {version('numba-cuda')} {tool('ptxas')}".encode())
+    digest = hashlib.sha256(f"{targets} {ops} {share}/{SHARES} {version('numba-cuda')} {tool('ptxas')}".encode())
     package = Path(__file__).resolve().parent
     for path in sorted([*package.glob("*.py"), package.parent / "spec.py", package.parent / "_cuda.py"]):
         digest.update(path.read_bytes())
@@ -226,10 +240,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kdtree.kernels.crosscompile", description=main.__doc__)
     parser.add_argument("--target", action="append", choices=list(TARGETS), help="default: all")
     parser.add_argument("--op", action="append", help="default: all")
+    parser.add_argument("--share", type=int, choices=range(SHARES), help=f"only this one of {SHARES} shares")
     parser.add_argument("--report-only", action="store_true", help="exit 0 whatever the kernels take")
     options = parser.parse_args(argv)
     problems: list[str] = []
-    for row in run(options.target or list(TARGETS), options.op):
+    share = (0, 1) if options.share is None else (options.share, SHARES)
+    for row in run(options.target or list(TARGETS), options.op, share):
         print(json.dumps(asdict(row)), flush=True)
         problems += row.problems()
     for problem in problems:

@@ -1,15 +1,18 @@
-"""Compile a kernel once with Numba, launch it cheaply with `cuda.core`, run it in the simulator.
+"""Compile a kernel once with Numba, launch it cheaply through the driver, run it in the simulator.
 
 Numba's own launch costs 90-290 µs with nine array arguments, because it unpacks each array on every call. Our
-kernels take raw pointers and scalars, so a launch through `cuda.core` costs a few µs. The same source runs in
-the simulator, where a pointer argument is a flat NumPy array.
+kernels take raw pointers and scalars, so that a launch is one driver call on a buffer that is laid out once. The same
+source runs in the simulator, where a pointer argument is a flat NumPy array.
 
-Argument types are written as words: ``*f32`` a pointer, ``i64`` a scalar, ``**`` a table of pointers.
+Argument types are written as words: ``*f32`` a pointer, ``i64`` a scalar, ``**`` a table of pointers, ``tmap`` a
+CUtensorMap by value, which the kernel declares as an int64 and finds with `ptx.tensor_map_address`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +21,11 @@ import numpy as np
 from kdtree import arrays
 from kdtree._cuda import SIMULATED, cuda
 from kdtree.arrays import View
-from kdtree.kernels import simulator
+from kdtree.kernels import assemble, driver, simulator, tensor_map
+from kdtree.kernels.parameters import Launch
 
 STATIC_SHARED_LIMIT = 48 * 1024  # bytes a block may declare statically on every target
+LAUNCHES_KEPT = 64  # parameter buffers a kernel keeps: grids times streams in use
 
 _WORDS = {
     "bfloat16": "*u16",  # 16-bit floats travel as their bits: neither NumPy nor the simulator knows bf16
@@ -49,16 +54,27 @@ def fault() -> CudaFault | None:
 
 def guard(action: Callable[[], Any], what: str) -> Any:
     """Run `action`; turn any CUDA error into `CudaFault` and refuse everything after the first one."""
-    global _fault
     if _fault is not None:
-        raise CudaFault(f"{what}: refused, this process met a CUDA error before: {_fault}") from _fault
+        refuse(what)
     try:
         return action()
     except Exception as error:
         if is_cuda_error(error):
-            _fault = CudaFault(f"{what}: {error}")
-            raise _fault from error
+            raise set_fault(what, error) from error
         raise
+
+
+def refuse(what: str) -> None:
+    """Raise CudaFault if this process met a CUDA error before."""
+    if _fault is not None:
+        raise CudaFault(f"{what}: refused, this process met a CUDA error before: {_fault}") from _fault
+
+
+def set_fault(what: str, error: BaseException) -> CudaFault:
+    """Remember a CUDA error, the first of this process, and return what is to be raised."""
+    global _fault
+    _fault = CudaFault(f"{what}: {error}")
+    return _fault
 
 
 def is_cuda_error(error: BaseException) -> bool:
@@ -85,10 +101,57 @@ def word_of(dtype: str) -> str:
 
 @dataclass(frozen=True)
 class Operand:
-    """An array argument: `handle` is a pointer on a GPU and a flat NumPy array in the simulator."""
+    """An array argument: `handle` is a pointer on a GPU and a flat NumPy array in the simulator.
+
+    `source` names the argument of the public call whose array this is; empty for scratch memory and the like.
+    """
 
     handle: Any
     word: str
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """An argument by which the copy engine reads `operand`: see `tensor_map.encode` for shape and box."""
+
+    operand: Operand
+    dtype: str
+    shape: tuple[int, ...]
+    box: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
+    word: str = assemble.TENSOR_MAP
+
+    @property
+    def handle(self) -> bytes:
+        """The CUtensorMap. Raises ValueError for what the copy engine cannot read."""
+        return tensor_map.encode(self.operand.handle, self.dtype, self.shape, self.box, self.strides)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One launch that was made."""
+
+    kernel: Kernel
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    stream: int
+
+
+_thread = threading.local()
+
+
+@contextmanager
+def recorded() -> Iterator[list[Step]]:
+    """While open, the launches that this thread makes on a GPU are listed, also for whoever is listing already."""
+    before = getattr(_thread, "steps", None)
+    _thread.steps = found = []
+    try:
+        yield found
+    finally:
+        _thread.steps = before
+        if before is not None:
+            before += found
 
 
 @dataclass(frozen=True)
@@ -113,22 +176,47 @@ class Kernel:
         name: as it appears in reports, e.g. ``topk.simt[bfloat16]``.
         threads: threads a block that the kernel was written for.
         fastmath: let the compiler reorder and approximate float arithmetic.
+        min_blocks: blocks that an SM must have room for, which caps the registers; 0 leaves that to the compiler.
+        max_registers: registers a thread may take; None leaves that to the compiler.
+        dynamic_shared: bytes a block of dynamic shared memory, which `ptx.shared_base` finds.
+        targets: names of the targets it can be compiled for, e.g. ``("sm_90a",)``; None is all.
+        cooperative: all blocks run at once, or the launch fails.
+        cluster: neighbouring blocks along x that share a cluster.
     """
 
-    def __init__(self, function: Callable[..., None], *, name: str, threads: int, fastmath: bool = False):
+    def __init__(
+        self,
+        function: Callable[..., None],
+        *,
+        name: str,
+        threads: int,
+        fastmath: bool = False,
+        min_blocks: int = 0,
+        max_registers: int | None = None,
+        dynamic_shared: int = 0,
+        targets: tuple[str, ...] | None = None,
+        cooperative: bool = False,
+        cluster: int = 1,
+    ):
         self.function = function
         self.name = name
         self.threads = threads
         self.fastmath = fastmath
-        self._compiled: dict[tuple, Any] = {}
-        self._configs: dict[tuple[int, ...], Any] = {}
+        self.min_blocks = min_blocks
+        self.max_registers = max_registers
+        self.dynamic_shared = dynamic_shared
+        self.targets = targets
+        self.cooperative = cooperative
+        self.cluster = cluster
+        self._compiled: dict[tuple, int] = {}
+        self._launches: dict[tuple, Launch] = {}
         self._simulated: Any = None
 
     def __repr__(self) -> str:
         return f"Kernel({self.name}, {self.threads} threads)"
 
     def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], *, stream: int = 0) -> None:
-        """Launch `grid` blocks. `args` are Operands and ``(word, value)`` scalars, in the kernel's order.
+        """Launch `grid` blocks. `args` are Operands, TensorMaps and ``(word, value)`` scalars, in the kernel's order.
 
         A grid with no block is no launch. Raises CudaFault if the driver refuses.
         """
@@ -147,31 +235,81 @@ class Kernel:
             self._simulated[grid, self.threads](*values)
 
     def _launch(self, grid: tuple[int, ...], args: tuple[Any, ...], stream: int) -> None:
-        words = tuple(a.word if isinstance(a, Operand) else a[0] for a in args)
-        core, kernel = self.compiled(words)
-        values = [a.handle if isinstance(a, Operand) else _SCALARS[a[0]](a[1]) for a in args]
-        config = self._configs.get(grid)
-        if config is None:
-            config = self._configs[grid] = core.LaunchConfig(grid=grid, block=self.threads)
-        core.launch(_stream(core, stream), config, kernel, *values)
+        launch = self._prepared(grid, words_of(args), stream)
+        with launch.lock:
+            launch.fill(values_of(args))
+            launch.go()
+        steps = getattr(_thread, "steps", None)
+        if steps is not None:
+            steps.append(Step(self, grid, args, stream))
 
-    def compiled(self, words: tuple[str, ...]) -> tuple[Any, Any]:
-        """(cuda.core, its Kernel object) for the argument words on the current device, compiled at first use."""
-        key = (words, cuda.get_current_device().id)
-        found = self._compiled.get(key)
+    def _prepared(self, grid: tuple[int, ...], words: tuple[str, ...], stream: int) -> Launch:
+        key = (current_device(), words, grid, stream)
+        found = self._launches.get(key)
         if found is None:
-            import cuda.core as core
+            if len(self._launches) >= LAUNCHES_KEPT:
+                self._launches.clear()
+            found = self._launches[key] = self.prepare(grid, words, stream)
+        return found
 
-            dispatcher = cuda.jit(signature(words), fastmath=self.fastmath)(self.function)
-            (overload,) = dispatcher.overloads.values()
-            # cuda.core's own kernel object of the function that Numba loaded; the overload keeps it alive.
-            found = self._compiled[key] = (core, overload._codelibrary.get_cufunc().kernel, overload)
-        return found[0], found[1]
+    def prepare(self, grid: tuple[int, ...], words: tuple[str, ...], stream: int) -> Launch:
+        """A launch on the current device whose parameters are still to be filled in."""
+        config = driver.launch_config(
+            grid, self.threads, self.dynamic_shared, stream, cooperative=self.cooperative, cluster=self.cluster
+        )
+        return Launch(self.compiled(words), self.name, words, config)
+
+    def compiled(self, words: tuple[str, ...]) -> int:
+        """Handle of the function for the argument words on the current device, compiled and loaded at first use.
+
+        Raises ValueError for a device that the kernel is not made for.
+        """
+        device = current_device()
+        found = self._compiled.get((words, device))
+        if found is None:
+            target = assemble.target_of(driver.capability(device))
+            if not self.runs_on(target):
+                raise ValueError(
+                    f"{self.name}: got a device of target {assemble.target_name(target)}, expected one of "
+                    f"{', '.join(self.targets or ())}"
+                )
+            code, entry = assemble.machine_code(self, words, target)
+            found = self._compiled[words, device] = driver.load_function(code, entry, self.dynamic_shared)
+        return found
+
+    def runs_on(self, target: tuple) -> bool:
+        """Can a device of this target, ``(9, 0, "a")`` say, run it? A target without a letter serves later ones too."""
+        if self.targets is None:
+            return True
+        name = assemble.target_name(target)
+        plain = [int(t.removeprefix("sm_")) for t in self.targets if t[-1].isdigit()]
+        return name in self.targets or any(least <= 10 * target[0] + target[1] for least in plain)
+
+
+def words_of(args: tuple[Any, ...]) -> tuple[str, ...]:
+    """The argument words of a launch's arguments."""
+    return tuple(a[0] if isinstance(a, tuple) else a.word for a in args)
+
+
+def values_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Pointers, scalars and tensor maps as the parameter buffer takes them."""
+    return tuple(a[1] if isinstance(a, tuple) else a.handle for a in args)
+
+
+def current_device() -> int:
+    """Index of the current device. Numba makes its context current where this thread has none."""
+    found = driver.current_device()
+    return found if found >= 0 else cuda.get_current_device().id
+
+
+def capability() -> tuple[int, int]:
+    """Compute capability of the current device; (0, 0) in the simulator."""
+    return (0, 0) if SIMULATED else driver.capability(current_device())
 
 
 def sm_count() -> int:
     """Streaming multiprocessors of the current device; 1 in the simulator."""
-    return 1 if SIMULATED else cuda.get_current_device().MULTIPROCESSOR_COUNT
+    return 1 if SIMULATED else driver.sm_count(current_device())
 
 
 class Workspace:
@@ -200,16 +338,40 @@ def workspace(nbytes: int, stream: int, like: View) -> Workspace:
     Growing allocates, so call an op once before capturing it in a CUDA graph. Outgrown blocks are kept: a graph
     captured earlier still points to them.
     """
-    key = (0 if SIMULATED else cuda.get_current_device().id, stream)
+    key = (0 if SIMULATED else current_device(), stream)
     blocks = _workspaces.setdefault(key, [])
     if not blocks or blocks[-1].nbytes < nbytes:
         blocks.append(guard(lambda: Workspace(nbytes, like), "workspace"))
     return blocks[-1]
 
 
+_counters: dict[tuple[int, int], list[tuple[int, int]]] = {}
+
+
+def counters(count: int, stream: int) -> Operand:
+    """`count` int32 for launches on `stream` by which blocks meet: zero at first, and every kernel leaves them zero.
+
+    Memory of its own beside `workspace`, which nobody leaves in order. May be called while a stream is captured.
+    """
+    key = (current_device(), stream)
+    blocks = _counters.setdefault(key, [])
+    if not blocks or blocks[-1][1] < count:
+        room = max(count, 1024)
+        blocks.append((guard(lambda: driver.allocate_zeroed(4 * room), "counters"), room))
+    return Operand(blocks[-1][0], "*i32")
+
+
+on_release: list[Callable[[], None]] = []  # whoever keeps launches that point to scratch memory forgets them here
+
+
 def release_workspaces() -> None:
     """Free all scratch memory. CUDA graphs captured before must not be replayed any more."""
     synchronize("release workspaces")
+    for forget in on_release:
+        forget()
+    for pointer, _ in [block for blocks in _counters.values() for block in blocks]:
+        guard(lambda pointer=pointer: driver.free(pointer), "release workspaces")
+    _counters.clear()
     _workspaces.clear()
 
 
@@ -220,7 +382,7 @@ def pointer_table(handles: list[Any]) -> Operand:
     """A device table of pointers (a tuple of arrays in the simulator), kept so that a captured graph can use it."""
     if SIMULATED:
         return Operand(tuple(handles), "**")
-    key = (cuda.get_current_device().id, *handles)
+    key = (current_device(), *handles)
     found = _tables.get(key)
     if found is None:
         memory = guard(lambda: cuda.to_device(np.array(handles, dtype=np.int64)), "pointer table")
@@ -233,21 +395,12 @@ class _Table(Operand):
     memory: Any = None
 
 
-_streams: dict[int, Any] = {}
-
-
-def _stream(core: Any, handle: int) -> Any:
-    found = _streams.get(handle)
-    if found is None:
-        found = _streams[handle] = core.Stream.from_handle(handle)
-    return found
-
-
 def signature(words: tuple[str, ...]) -> Any:
     """``void(...)`` in Numba's types for a tuple of argument words."""
     from numba import types
 
     scalars = {
+        "tmap": types.int64,  # in name: see `assemble`
         "u16": types.uint16,
         "f32": types.float32,
         "f64": types.float64,

@@ -15,7 +15,7 @@ import numpy as np
 
 from kdtree import fixtures, inputs, ref_outputs
 from kdtree.kernels import OPS
-from kdtree.measure import invoke
+from kdtree.measure import attention_cases, impls, invoke
 from kdtree.measure.compare import Comparison, compare
 from kdtree.spec import K26_SCALE
 from kdtree.tree import FIELDS, DraftTree, random_tree
@@ -36,6 +36,13 @@ class CheckCase:
     impl: str = "numba:simt"
 
 
+def _attention_kernels(profile: str) -> Iterator[CheckCase]:
+    """Cases of each tensor-core kernel of verify_attn; skipped with the reason where it cannot run."""
+    for impl, name, params, run in attention_cases.kernels(profile):
+        seed = seed_of("verify_attn", name)
+        yield CheckCase("verify_attn", name, params, seed, partial(run, seed), impls.label(impl))
+
+
 def family(op: str, profile: str) -> list[CheckCase]:
     """The cases of one family. Raises ValueError for an unknown op or profile."""
     if op not in FAMILIES or profile not in PROFILES:
@@ -50,6 +57,9 @@ def family(op: str, profile: str) -> list[CheckCase]:
             "kv_compact": random_moves,
             "merge_states": random_merges,
         }[op](profile)
+    if op == "verify_attn":
+        found = [replace(case, impl=impls.label(None)) for case in found]  # they ask for no kernel by name
+        found += _attention_kernels(profile)
     return found
 
 
@@ -91,10 +101,10 @@ def arguments_of(bundle: Any) -> dict[str, Any]:
     return given
 
 
-def check_bundle(name: str) -> Comparison:
-    """Run the bundle called `name` and compare with the outputs stored in it."""
+def check_bundle(name: str, **change: Any) -> Comparison:
+    """Run the bundle called `name`, its parameters changed by `change`, and compare with the outputs stored in it."""
     bundle = fixtures.get(name)
-    return check(bundle.op, lambda: (arguments_of(bundle), bundle.params), bundle.outputs)
+    return check(bundle.op, lambda: (arguments_of(bundle), bundle.params | change), bundle.outputs)
 
 
 # --- random cases for a GPU ---------------------------------------------------------------------------------------
@@ -102,11 +112,16 @@ def check_bundle(name: str) -> Comparison:
 
 def seeded(op: str, name: str, params: dict, make: Callable[..., tuple[dict, dict]], **options: Any) -> CheckCase:
     """A case whose inputs come from a seed made of its name."""
-    import zlib
-
-    seed = zlib.crc32(f"{op}/{name}".encode()) & 0x7FFFFFFF
+    seed = seed_of(op, name)
     run = partial(check_seeded, op, seed, partial(make, params), **options)
     return CheckCase(op, name, params, seed, run)
+
+
+def seed_of(op: str, name: str) -> int:
+    """The seed of a case: it stays when cases are added around it."""
+    import zlib
+
+    return zlib.crc32(f"{op}/{name}".encode()) & 0x7FFFFFFF
 
 
 def check_seeded(op: str, seed: int, make: Callable[..., tuple[dict, dict]]) -> Comparison:

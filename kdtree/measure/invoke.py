@@ -58,7 +58,10 @@ def dtype_name(array: Any) -> str:
 
 
 def call(op: str, a: dict[str, Any], params: dict, out: dict[str, Any] | None, **options: Any) -> dict[str, Any]:
-    """Run the public function of `op`; outputs by name. `options` go to it (backend, stream, impl)."""
+    """Run the public function of `op`; outputs by name. `options` go to it (backend, stream).
+
+    ``params["impl"]`` names the kernel of `verify_attn`; without it the dispatch table chooses.
+    """
     if op == "topk":
         result = kdtree.topk(a["logits"], params["K"], out=_pair(out), **options)
         return dict(zip(("log_probs", "token_ids"), result, strict=True))
@@ -76,6 +79,7 @@ def call(op: str, a: dict[str, Any], params: dict, out: dict[str, Any] | None, *
             scale=params["scale"],
             page_table=a.get("page_table"),
             part=params.get("part", "all"),
+            impl=params.get("impl"),
             kv_lora_rank=params["kv_lora_rank"],
             out=_pair(out),
             **options,

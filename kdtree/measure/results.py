@@ -18,7 +18,8 @@ from typing import Any
 from kdtree.spec import case_key
 
 STATUSES = ("passed", "failed", "error", "skipped")
-METRICS = ("correctness", "latency", "memory")
+METRICS = ("correctness", "latency", "memory", "grid", "layers")
+TIMED = ("latency", "grid", "layers")  # whose rows come from device times: one process at a time takes them
 CACHES = ("cold", "warm")
 
 # Must be in every row and hold text, a number or an object; the figures must be there too but may be null.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,29 +17,48 @@ from kdtree.spec import K26_SCALE
 from kdtree.tree import DraftTree, random_tree
 
 LATENT, ROPE = 512, 64
+DEVICE = "cuda"
 
 
 @dataclass
 class Setup:
-    """One input set of a timed case. `arguments` are keyword arguments of the public op (torch, CUDA)."""
+    """One input set of a timed case. `arguments` are keyword arguments of the public op (torch, CUDA).
+
+    `impl` names the kernel of `verify_attn`; None is the dispatch table's choice.
+    """
 
     op: str
     params: dict[str, Any]
     arguments: dict[str, Any]
     outputs: dict[str, Any]
+    impl: str | None = None
 
     def clone(self) -> Setup:
         """The same values in other memory."""
-        return Setup(self.op, self.params, _map(self.arguments, lambda t: t.clone()), _map(self.outputs, _empty))
+        arguments, outputs = _map(self.arguments, lambda t: t.clone()), _map(self.outputs, _empty)
+        return replace(self, arguments=arguments, outputs=outputs)
+
+    def by(self, impl: str | None) -> Setup:
+        """The same memory, for another kernel."""
+        return replace(self, impl=impl)
 
     def run(self) -> None:
         """One call of our kernels into `outputs`, on the current stream. Allocates nothing."""
+        self.call()()
+
+    def call(self) -> Callable[[], Any]:
+        """The call that `run` makes with its arguments bound: a host pays for nothing but the call itself."""
+        a = self.arguments
         if self.op == "kv_compact":
-            a = self.arguments
             accepted = kdtree.Accepted(a["path"], a["n_accepted"], None, None)
-            kdtree.kv_compact(a["kv"], a["tree"], accepted, prefix_lens=a["prefix_lens"], backend="numba")
-        else:
-            invoke.call(self.op, self.arguments, self.params, self.outputs, backend="numba")
+            bound = {"prefix_lens": a["prefix_lens"], "backend": "numba"}
+            return functools.partial(kdtree.kv_compact, a["kv"], a["tree"], accepted, **bound)
+        if self.op == "verify_attn":
+            out = (self.outputs["out"], self.outputs["lse"])
+            bound = {n: a[n] for n in ("prefix_lens", "page_table", "scale", "kv_lora_rank") if a.get(n) is not None}
+            bound |= {"part": self.params.get("part", "all"), "impl": self.impl, "out": out, "backend": "numba"}
+            return functools.partial(kdtree.verify_attn, a["q"], a["kv"], a["tree"], **bound)
+        return lambda: invoke.call(self.op, a, self.params, self.outputs, backend="numba")
 
     def poison(self) -> None:
         """NaN into every float output, -1 into every integer one."""
@@ -83,7 +103,10 @@ class Setup:
 
 
 def make(op: str, params: dict[str, Any], seed: int = 0) -> Setup:
-    """The first input set of a timed case. `params` as `roofline.flop_bytes` takes them."""
+    """The first input set of a timed case. `params` as `roofline.flop_bytes` takes them.
+
+    Large arrays are drawn on the GPU. ``nan_behind`` in `params` fills what `verify_attn` must not read.
+    """
     full = params | {"kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE, "scale": K26_SCALE}
     torch = _torch()
     torch.manual_seed(seed)
@@ -91,12 +114,12 @@ def make(op: str, params: dict[str, Any], seed: int = 0) -> Setup:
     outputs = {}
     if op != "kv_compact":
         for name, (dtype, shape) in invoke.output_shapes(op, arguments, full).items():
-            outputs[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="cuda")
+            outputs[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=DEVICE)
     return Setup(op, full, arguments, outputs)
 
 
 def _topk(p: dict, rng: np.random.RandomState, torch: Any) -> dict[str, Any]:
-    logits = torch.randn((p["B"], p["D"], p["V"]), device="cuda") * 3
+    logits = torch.randn((p["B"], p["D"], p["V"]), device=DEVICE) * 3
     return {"logits": logits.to(getattr(torch, p["dtype"])), "k": p["K"]}
 
 
@@ -111,28 +134,36 @@ def _tree_build(p: dict, rng: np.random.RandomState, torch: Any) -> dict[str, An
 def _verify_attn(p: dict, rng: np.random.RandomState, torch: Any) -> dict[str, Any]:
     batch, n_slots, dtype = p["B"], p["N"], getattr(torch, p["dtype"])
     lengths = np.full(batch, p["L"], dtype=np.int32)
-    tree = random_tree(rng, batch, n_slots, max_depth=7, prefix_lens=lengths)
+    tree = _tree(batch, n_slots, int(rng.randint(2**31)))
+    tree = replace(tree, positions=tree.positions + p["L"])
     arguments = invoke.to_device({"tree": tree, "prefix_lens": lengths})
-    width, rows = LATENT + ROPE, p["L"] + n_slots
-    arguments["q"] = torch.randn((batch, n_slots, p["H"], width), device="cuda").to(dtype)
-    page = p.get("page_size", 0)
+    width, rows, page = LATENT + ROPE, p["L"] + n_slots, p.get("page_size", 0)
+    arguments["q"] = torch.randn((batch, n_slots, p["H"], width), device=DEVICE, dtype=dtype)
     if page:
         needed = -(-rows // page)
-        order = torch.randperm(batch * needed, device="cuda").to(torch.int32)
+        order = torch.randperm(batch * needed, device=DEVICE).to(torch.int32)
         arguments["page_table"] = order.reshape(batch, needed).contiguous()
         shape: tuple[int, ...] = (batch * needed, page, width)
     else:
         shape = (batch, rows, width)
-    arguments["kv"] = torch.randn(shape, device="cuda", dtype=dtype)
+    kv = arguments["kv"] = torch.randn(shape, device=DEVICE, dtype=dtype)
+    if p.get("nan_behind") and page and rows % page:
+        kv[arguments["page_table"][:, -1].long(), rows % page :] = float("nan")
     return arguments | {"scale": p["scale"], "kv_lora_rank": LATENT}
+
+
+@functools.lru_cache(maxsize=32)
+def _tree(batch: int, n_slots: int, seed: int) -> DraftTree:
+    """Random trees behind no prefix. Many shapes share them: drawing 32 trees of 65 slots takes 0.1 s."""
+    return random_tree(np.random.RandomState(seed), batch, n_slots, max_depth=7)
 
 
 def _merge_states(p: dict, rng: np.random.RandomState, torch: Any) -> dict[str, Any]:
     shape = (p["B"], p["N"], p["H"])
     made = {}
     for side in "ab":
-        made[f"out_{side}"] = torch.randn((*shape, LATENT), device="cuda").to(getattr(torch, p["dtype"]))
-        made[f"lse_{side}"] = torch.randn(shape, device="cuda")
+        made[f"out_{side}"] = torch.randn((*shape, LATENT), device=DEVICE).to(getattr(torch, p["dtype"]))
+        made[f"lse_{side}"] = torch.randn(shape, device=DEVICE)
     return made
 
 
@@ -151,7 +182,7 @@ def _kv_compact(p: dict, rng: np.random.RandomState, torch: Any) -> dict[str, An
     arguments = {"tree": tree, "path": path, "n_accepted": accepted, "prefix_lens": lengths}
     layer = (batch, 128 + n_slots, LATENT + ROPE)
     dtype = getattr(torch, p["dtype"])
-    caches = [torch.randn(layer, device="cuda", dtype=dtype) for _ in range(p["n_layers"])]
+    caches = [torch.randn(layer, device=DEVICE, dtype=dtype) for _ in range(p["n_layers"])]
     return invoke.to_device(arguments) | {"kv": caches}
 
 

@@ -22,7 +22,7 @@ from kdtree.measure.compare import Comparison
 from kdtree.spec import MODELS, Model
 from kdtree.tree import FIELDS, DraftTree, field_shapes
 
-OP, IMPL = "decode_step", "numba:simt"
+OP = "decode_step"
 Target = Callable[["Step"], None]
 
 # The step of a report: K2.6 on one GPU of eight. The tiny one is what the simulator can do.

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from kdtree.device import gpu_available, why_no_gpu
-from kdtree.measure import memory, roofline
-from kdtree.measure.step import IMPL, K26_STEP, OP, TINY_STEP, Step
+from kdtree.measure import impls, memory, roofline
+from kdtree.measure.step import K26_STEP, OP, TINY_STEP, Step
 from kdtree.measure.tasks import Task, figures
 from kdtree.spec import MODELS, case_key
 
@@ -61,7 +61,7 @@ def tasks(profile: str, metric: str) -> list[Task]:
     """One task per step of the profile."""
     found = []
     for params in cases(profile, metric):
-        first = {"op": OP, "impl": IMPL, "case": params, "seed": 0}
+        first = {"op": OP, "impl": impls.label(None), "case": params, "seed": 0}
         work = partial(_correctness if metric == "correctness" else _latency, first)
         found.append(Task(f"{metric}_{OP}_{case_key(params)}", first, metric, work))
     return found
@@ -107,7 +107,7 @@ def _latency(first: dict[str, Any]) -> list[dict[str, Any]]:
     from kdtree.measure import sweep, timing
 
     step = Step(params, first["seed"])
-    jit_ms = timing.first_call_ms(step.run)
+    _, first_call = timing.first_call(step.run)
     before = step.check()
     if not before.ok:
         return [row | figures(before)]
@@ -125,7 +125,7 @@ def _latency(first: dict[str, Any]) -> list[dict[str, Any]]:
         "latency_us": replayed.latency_us,
         "host_us": replayed.host_us,
         "eager": {"latency_us": eager.latency_us, "host_us": eager.host_us},
-        "jit_ms": jit_ms,
+        **first_call,
         "floor_us": sweep.floor_us(flop, moved),
     }
     return [row | figures(before) | times | {"case_name": "reference" if params == K26_STEP else None}]

@@ -8,6 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kdtree.measure.compare import Comparison
+from kdtree.measure.results import METRICS
+
+
+class NotHere(Exception):
+    """A case that cannot run on this machine; the message says why. Its row is skipped, not failed."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +33,18 @@ def of_check(case: Any) -> Task:
     first = {"op": case.op, "impl": case.impl, "case": case.params, "seed": case.seed}
 
     def run() -> list[dict[str, Any]]:
-        return [first | {"metric": "correctness"} | figures(case.run())]
+        try:
+            outcome = case.run()
+        except NotHere as why:
+            return [skipped(first, "correctness", str(why))]
+        return [first | {"metric": "correctness"} | figures(outcome)]
 
     return Task(case.name, first, "correctness", run)
+
+
+def skipped(first: dict[str, Any], metric: str, reason: str) -> dict[str, Any]:
+    """The row of a task that did not run."""
+    return first | {"metric": metric, "status": "skipped", "reason": reason}
 
 
 def figures(outcome: Comparison) -> dict[str, Any]:
@@ -58,8 +72,13 @@ def tasks(family: str, metric: str, profile: str) -> list[Task]:
 
         found = [of_check(c) for c in cases.family(family, profile)]
         return found + (acceptance.tasks() if family == "tree_accept" else [])
-    from kdtree.measure import sweep
+    from kdtree.measure import grid, layers, sweep
 
-    if metric not in sweep.METRICS:
-        raise ValueError(f"metric: got {metric!r}, expected correctness, {' or '.join(sweep.METRICS)}")
-    return sweep.tasks(family, metric, profile)
+    if metric in sweep.METRICS:
+        return sweep.tasks(family, metric, profile)
+    found = {"grid": grid.tasks, "layers": layers.tasks}.get(metric)
+    if found is None:
+        raise ValueError(f"metric: got {metric!r}, expected one of {', '.join(METRICS)}")
+    if family != "verify_attn":
+        raise ValueError(f"family: got {family!r}, expected verify_attn, which alone has the metric {metric}")
+    return found(profile)

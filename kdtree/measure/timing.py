@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -39,7 +39,7 @@ __all__ = [
     "agreement",
     "cache_of",
     "cuda_bench_time",
-    "first_call_ms",
+    "first_call",
     "l2_bytes",
     "launch_latency",
     "require_gpu",
@@ -217,14 +217,22 @@ def launch_latency(fn: Thunk, n: int = 50) -> Latency:
     return Latency(float(np.median(whole)), float(np.median(call)), float(high - low), n)
 
 
-def first_call_ms(fn: Thunk) -> float:
-    """Wall time of one call of `fn` until its result is visible, in ms: JIT time, if it is the first one."""
+def first_call(fn: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
+    """(What `fn` returns, fields of a row), timed until its result is visible.
+
+    jit_ms: milliseconds, with what had to be compiled. jit_cached: True where that is not everything, because machine
+    code lay ready from an earlier call or process; see `kernels.cubin_cache`, also for how to turn that off.
+    """
+    from kdtree.kernels import cubin_cache
+
     torch = torch_cuda()
     torch.cuda.synchronize()
-    start = time.perf_counter()
-    fn()
+    before, start = dict(cubin_cache.count), time.perf_counter()
+    returned = fn()
     torch.cuda.synchronize()
-    return (time.perf_counter() - start) * 1e3
+    jit_ms = (time.perf_counter() - start) * 1e3
+    new = {name: count - before[name] for name, count in cubin_cache.count.items()}
+    return returned, {"jit_ms": jit_ms, "jit_cached": new["read"] > 0 or new["compiled"] == 0}
 
 
 def turns(names: Sequence[str], repeat: int, seed: int) -> list[str]:

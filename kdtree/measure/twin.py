@@ -7,20 +7,27 @@ from __future__ import annotations
 
 from typing import Any
 
-CHUNK_ELEMENTS = 1 << 28  # float64 logits held at once: 2 GiB
+CHUNK_ELEMENTS = 1 << 28  # float64 logits held at once: 2 GiB, and as much again for each of some six temporaries
+BYTES_AN_ELEMENT = 64  # of a chunk, temporaries included
 
 
-def verify_attn(a: dict[str, Any], params: dict) -> dict[str, Any]:
-    """{out f64[B,N,H,C], lse f64[B,N,H]} for torch arguments of `verify_attn`."""
+def verify_attn(a: dict[str, Any], params: dict, picked: Any = None) -> dict[str, Any]:
+    """{out f64[B,N,H,C], lse f64[B,N,H]} for torch arguments of `verify_attn`.
+
+    With `picked`, a list of row numbers slot·H + head, only those rows of each request: {out f64[B,R,C], lse f64[B,R]}.
+    """
     import torch
 
     q, kv, tree, table = a["q"], a["kv"], a["tree"], a.get("page_table")
     batch, n_slots, heads, width = q.shape
     latent, scale = params["kv_lora_rank"], params["scale"]
-    out = torch.zeros((batch, n_slots, heads, latent), dtype=torch.float64, device=q.device)
-    lse = torch.full((batch, n_slots, heads), float("-inf"), dtype=torch.float64, device=q.device)
+    chosen = range(n_slots * heads) if picked is None else picked
+    chosen = torch.as_tensor(list(chosen), dtype=torch.int64, device=q.device)
+    count = len(chosen)
+    out = torch.zeros((batch, count, latent), dtype=torch.float64, device=q.device)
+    lse = torch.full((batch, count), float("-inf"), dtype=torch.float64, device=q.device)
     lengths, nodes = a["prefix_lens"].tolist(), tree.n_nodes.tolist()
-    visible = dense_visibility(tree)
+    visible, limit = dense_visibility(tree), chunk_elements(q)
     for b in range(batch):
         prefix, used = lengths[b], nodes[b]
         if table is None:
@@ -28,19 +35,31 @@ def verify_attn(a: dict[str, Any], params: dict) -> dict[str, Any]:
         else:
             at = torch.arange(prefix + used, device=q.device)
             rows = kv[table[b].long()[at // kv.shape[1]], at % kv.shape[1]].double()
-        mask = torch.zeros((used, prefix + used), dtype=torch.bool, device=q.device)
-        mask[:, :prefix] = params.get("part", "all") == "all"
-        mask[:, prefix:] = visible[b, :used, :used]
-        step = max(1, CHUNK_ELEMENTS // max(1, heads * (prefix + used)))
-        for first in range(0, used, step):
-            part = slice(first, min(first + step, used))
-            logits = (q[b, part].double().reshape(-1, width) @ rows.T).reshape(-1, heads, prefix + used) * scale
-            logits.masked_fill_(~mask[part, None, :], float("-inf"))
+        mask = torch.zeros((n_slots, prefix + used), dtype=torch.bool, device=q.device)
+        mask[:used, :prefix] = params.get("part", "all") == "all"
+        mask[:used, prefix:] = visible[b, :used, :used]
+        queries, slots = q[b].reshape(-1, width), chosen // heads
+        step = max(1, limit // max(1, prefix + used))
+        for first in range(0, count, step):
+            part = slice(first, first + step)
+            logits = (queries[chosen[part]].double() @ rows.T) * scale
+            logits.masked_fill_(~mask[slots[part]], float("-inf"))
             total = torch.logsumexp(logits, -1)
-            weights = torch.exp(logits - torch.where(total.isfinite(), total, 0.0)[..., None])
-            out[b, part] = (weights.reshape(-1, prefix + used) @ rows[:, :latent]).reshape(-1, heads, latent)
+            weights = torch.exp_(logits.sub_(torch.where(total.isfinite(), total, 0.0)[:, None]))
+            out[b, part] = weights @ rows[:, :latent]
             lse[b, part] = total
+    if picked is None:
+        return {"out": out.view(batch, n_slots, heads, latent), "lse": lse.view(batch, n_slots, heads)}
     return {"out": out, "lse": lse}
+
+
+def chunk_elements(like: Any) -> int:
+    """How many float64 logits to hold at once where `like` lies: fewer where little memory is free."""
+    if not like.is_cuda:
+        return CHUNK_ELEMENTS
+    from kdtree.measure import memory
+
+    return max(1 << 20, min(CHUNK_ELEMENTS, memory.free_bytes() // 2 // BYTES_AN_ELEMENT))
 
 
 def dense_visibility(tree: Any) -> Any:

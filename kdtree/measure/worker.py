@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kdtree.device import gpu_available
-from kdtree.measure import host, machine, session, sweep, tasks
+from kdtree.measure import host, machine, results, session, sweep, tasks
 
 OK, WRONG, DIED = 0, 1, 6
 
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return DIED
-    if options.metric == "latency":
+    if options.metric in results.TIMED:
         sweep.use_roofs(machine.read_roofs(options.run_dir))
     with one_at_a_time(options.metric):
         return run(options, here, set(json.loads(options.skip.read_text())), options.inflight)
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 @contextmanager
 def one_at_a_time(metric: str) -> Iterator[None]:
     """While times are taken, no other process of the suite takes any on this machine: it would slow both."""
-    if metric != "latency" or not gpu_available():
+    if metric not in results.TIMED or not gpu_available():
         yield
         return
     from filelock import FileLock

@@ -119,7 +119,7 @@ def _figures(sides: Sequence[_Side]) -> list[dict[str, str]]:
     mixed: list[Row] = []
     for side in sides:
         fastest: dict[tuple[str, str], Row] = {}
-        for row in tables.timed(side.rows):
+        for row in tables.timed(r for r in side.rows if r["metric"] not in tables.OWN_SECTION):
             key = tables.cell_key(row)
             if not is_peer(row) and (tables.median(row) or 0) <= (tables.median(fastest.get(key)) or math.inf):
                 fastest[key] = row

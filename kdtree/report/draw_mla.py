@@ -168,7 +168,7 @@ def attention_weights(weights: np.ndarray, prefix: int, labels: Sequence[str]) -
     return fig
 
 
-def kv_reads(params: Mapping[str, Any], block_rows: int) -> dict[str, int]:
+def kv_reads(params: Mapping[str, Any], *block_rows: int) -> dict[str, int]:
     """Bytes of KV rows that one call asks for: each (slot, head) row alone, shared by blocks of rows, and once.
 
     `params` as `roofline.flop_bytes` takes them for verify_attn; L may be ragged.
@@ -179,19 +179,19 @@ def kv_reads(params: Mapping[str, Any], block_rows: int) -> dict[str, int]:
     once = size * sum(length + n for length in memory.prefix_lens(params))
     return {
         "every row alone": once * n * h,
-        f"{block_rows} rows share a tile": once * -(-n * h // block_rows),
+        **{f"{rows} rows share a tile": once * -(-n * h // rows) for rows in block_rows},
         "once a request": once,
     }
 
 
-def kv_reads_figure(params: Mapping[str, Any], block_rows: int) -> Figure:
+def kv_reads_figure(params: Mapping[str, Any], *block_rows: int) -> Figure:
     """`kv_reads` as bars on a logarithmic axis."""
     from matplotlib.ticker import LogLocator
 
-    parts = kv_reads(params, block_rows)
-    with _figure(6.4, 1.9) as (fig, ax):
+    parts = kv_reads(params, *block_rows)
+    with _figure(6.4, 1.0 + 0.3 * len(parts)) as (fig, ax):
         names = list(parts)[::-1]
-        ax.barh(names, [parts[n] for n in names], color=[VALUE, LATENT, HEAD], height=0.6)
+        ax.barh(names, [parts[n] for n in names], color=[VALUE, *[LATENT] * len(block_rows), HEAD], height=0.6)
         for i, name in enumerate(names):
             ax.annotate(fmt.size(parts[name]), (parts[name], i), (5, 0), textcoords="offset points", va="center")
         ax.set(xscale="log", xlim=(min(parts.values()) / 3, max(parts.values()) * 8))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import kdtree
-from kdtree.report import facts, fmt, plots, series, tables
+from kdtree.report import cycles, elsewhere, facts, fmt, grid, plots, plots_grid, series, tables
 from kdtree.report.notebooks import COMPLETED
 from kdtree.report.offline import find_external_urls as find_external_urls
 from kdtree.report.verdict import Judged, Row, counts, is_peer, score
@@ -50,19 +50,22 @@ def report(
     against: Sequence[Any] = (),
     roofs: Mapping[str, Any] | None = None,
     agreement: Mapping[str, Any] | None = None,
+    counters: Mapping[str, Any] | None = None,
     notebook_pages: Mapping[str, str] | None = None,
 ) -> str:
     """The page of one run as HTML.
 
     `verdict`, `host` and `state` are verdict.json, host.json and run.json; `against` holds the gate's
-    verdicts on single times; `roofs` and `agreement` are roofs.json and agreement.json;
+    verdicts on single times; `roofs`, `agreement` and `counters` are roofs.json, agreement.json and ncu.json;
     `notebook_pages` maps a notebook to its page.
     """
     rows = judged.believed
-    lines = tables.main_table(rows, {(v.key[1], v.key[3], v.key[2]): v.verdict for v in against})
+    shown = {(v.key[1], v.key[3], v.key[2]): v.verdict for v in against if v.key[4] not in tables.OWN_SECTION}
+    lines = tables.main_table(rows, shown)
     right, memory = tables.correctness_table(rows), tables.memory_table(rows)
     books = _notebooks(state, notebook_pages or {})
-    figures, undrawn = draw(rows, host, roofs)
+    over_grid = grid.summary(rows, elsewhere.for_gpu((host.get("gpu") or {}).get("name")))
+    figures, undrawn = draw(rows, host, roofs, over_grid)
     return page(
         "report.html.j2",
         v=verdict,
@@ -80,6 +83,10 @@ def report(
         tiles=tables.tiles(rows, judged.after_fault),
         lines=lines[: tables.MAX_TABLE_ROWS],
         left_out=max(0, len(lines) - tables.MAX_TABLE_ROWS),
+        grid=_grid(over_grid),
+        layers=cycles.layer_table(rows),
+        counters=cycles.counter_table(counters or {}),
+        tool=(counters or {}).get("tool"),
         figures=figures,
         undrawn=undrawn,
         right=right[:MAX_DETAILS],
@@ -199,8 +206,25 @@ def roofs_of(host: Mapping[str, Any], measured: Mapping[str, Any] | None) -> dic
     return found
 
 
+def _grid(found: grid.Summary) -> dict[str, Any] | None:
+    """Tables of the grid of shapes; None for a run without it."""
+    if not found.by_impl:
+        return None
+    kernels = [impl for impl in found.by_impl if impl != grid.CHOSEN]
+    return {
+        "goals": grid.goal_table(found),
+        "lines": grid.line_table(found),
+        "shapes": grid.shape_table(found),
+        "kernels": kernels,
+        "said": found.peers.said if found.peers else None,
+    }
+
+
 def draw(
-    rows: Sequence[Row], host: Mapping[str, Any], roofs: Mapping[str, Any] | None
+    rows: Sequence[Row],
+    host: Mapping[str, Any],
+    roofs: Mapping[str, Any] | None,
+    over_grid: grid.Summary | None = None,
 ) -> tuple[list[dict[str, str]], list[str]]:
     """(figures, undrawn): what the rows have data for as inline SVG, and why the others are absent."""
     figures: list[dict[str, str]] = []
@@ -229,6 +253,21 @@ def draw(
     part = series.cut(rows, "verify_attn", series.prefix_length, ("L",))
     title = "verify_attn: time against prefix length"
     add("prefix", title, "Dotted: the floor.", _alt(title, part), plots.time_by_prefix(rows))
+    if over_grid is not None and over_grid.by_impl:
+        for impl in over_grid.by_impl:
+            title = f"verify_attn over the grid: {impl.removeprefix('numba:')}"
+            text = "Each panel a number of heads and requests, each line a tree size."
+            (found,) = [x for x in grid.line_table(over_grid) if x["kernel"] == impl]
+            sums = "; ".join(f"{k} {v}" for k, v in found.items())
+            add(
+                f"grid-{impl.removeprefix('numba:')}",
+                title,
+                text,
+                f"{text} {sums}",
+                plots_grid.over_mask_free(over_grid, impl),
+            )
+        text = "Each kernel at two shapes: many rows and long prefixes, and one small request."
+        add("ladder", "The ladder of verify_attn", text, text, plots_grid.rungs(rows, plots_grid.LADDER))
     under = roofs_of(host, roofs)
     text = "Achieved rate against arithmetic intensity, under the measured and the datasheet roof."
     add("roofline", "Roofline", text, text, plots.roofline(rows, under))

@@ -107,7 +107,7 @@ def roofline(rows: Sequence[Row], roofs: Mapping[str, Mapping[str, float | None]
     FLOP a byte have no place here: their share of the floor says it all.
     """
     points = [r for r in timed(rows) if r.get("flop") and r.get("bytes") and r["flop"] >= r["bytes"]]
-    points = [r for r in points if r["op"] in ("verify_attn", "merge_states")]
+    points = [r for r in points if r["op"] in ("verify_attn", "merge_states") and r.get("metric") != "layers"]
     if not points:
         return blank(NOT_MEASURED)
     with figure() as (fig, ax):

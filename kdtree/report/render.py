@@ -17,7 +17,7 @@ def render(run_dir: Path, *, fail_untrusted: bool = False) -> dict[str, Any]:
 
     Reads run.json, host.json and results.jsonl. Raises FileNotFoundError where there is no run.
     """
-    from kdtree.measure import results
+    from kdtree.measure import ncu, results
 
     run_dir = Path(run_dir)
     state, host = runstate.load(run_dir), runstate.read_json(run_dir / "host.json") or {}
@@ -48,6 +48,7 @@ def render(run_dir: Path, *, fail_untrusted: bool = False) -> dict[str, Any]:
         against=against,
         roofs=runstate.read_json(run_dir / "roofs.json") or host.get("roofs"),
         agreement=runstate.read_json(run_dir / "agreement.json"),
+        counters=scrubber.value(ncu.read(run_dir)),
         notebook_pages=pages,
     )
     runstate.write_json(run_dir / "verdict.json", result)

@@ -10,6 +10,7 @@ from kdtree.report import fmt
 from kdtree.report.verdict import Row, counts, is_peer, op_order
 from kdtree.spec import case_key
 
+OWN_SECTION = ("grid", "layers")  # metrics whose rows have tables of their own
 MAX_TABLE_ROWS = 1500  # keeps the page well below 4 MiB; the rest is in results.jsonl
 
 
@@ -87,7 +88,7 @@ def reference(op: str) -> dict[str, Any]:
 
 def reference_case(op: str, rows: Sequence[Row]) -> str | None:
     """Case key of the timed row of ours for `op` that is marked as reference, else of the nearest to it."""
-    pool = [r for r in timed(rows) if r["op"] == op and not is_peer(r)]
+    pool = [r for r in timed(rows) if r["op"] == op and not is_peer(r) and r["metric"] not in OWN_SECTION]
     if not pool:
         return None
     wanted = reference(op)
@@ -115,7 +116,9 @@ def tiles(rows: Sequence[Row], after_fault: Sequence[Row] = ()) -> list[dict[str
     for op in sorted({r["op"] for r in (*rows, *after_fault) if not is_peer(r)}, key=op_order):
         ours = [r for r in rows if r["op"] == op and not is_peer(r)]
         case = reference_case(op, rows)
-        here = [r for r in timed(ours) if case_of(r) == case]
+        here = [r for r in timed(ours) if case_of(r) == case and r["metric"] not in OWN_SECTION]
+        # What is called without asking for a kernel by name, where there are several.
+        here = [r for r in here if r.get("dispatched")] or here
         # Cold is what a decoding step sees: the layers before have been through L2.
         top = best([r for r in here if cache_of(r) == "cold"]) or best(here)
         peer = peers.get((op, case, cache_of(top))) if top and case else None
@@ -161,8 +164,10 @@ def _status(parts: Mapping[str, Row]) -> str:
 def main_table(rows: Sequence[Row], verdicts: Mapping[tuple[str, str, str], str] | None = None) -> list[dict[str, Any]]:
     """One line per (op, case, implementation), ours before peers, slowest status of its metrics.
 
-    `verdicts` maps (op, case key, impl) to the baseline verdict of its latency.
+    `verdicts` maps (op, case key, impl) to the baseline verdict of its latency. Rows of metrics that have a section
+    of their own are left out.
     """
+    rows = [r for r in rows if r.get("metric") not in OWN_SECTION]
     peers = best_peers(rows)
     lines = []
     for (op, case, impl), parts in _merged(rows).items():
@@ -179,6 +184,7 @@ def main_table(rows: Sequence[Row], verdicts: Mapping[tuple[str, str, str], str]
                 "impl": impl,
                 "peer": is_peer(any_row),
                 "note": "no tree mask" if is_upper_reference(any_row) else None,
+                "dispatched": bool((latency or {}).get("dispatched")),
                 "status": _status(parts),
                 "reason": next((r["reason"] for r in parts.values() if r.get("reason")), None),
                 "time": fmt.us(time),
@@ -186,6 +192,7 @@ def main_table(rows: Sequence[Row], verdicts: Mapping[tuple[str, str, str], str]
                 "iqr": fmt.us(timing.get("iqr")),
                 "warm": fmt.us(warm(latency)),
                 "latency": fmt.us(latency.get("latency_us")) if timing and latency else fmt.NONE,
+                "host": fmt.us(latency.get("host_us")) if timing and latency else fmt.NONE,
                 "floor": fmt.us(latency.get("floor_us")) if latency else fmt.NONE,
                 "of_floor": fmt.percent(of_floor(latency)),
                 "of_floor_value": of_floor(latency),
@@ -240,6 +247,7 @@ def memory_table(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 "predicted": fmt.size(predicted),
                 "measured": fmt.size(measured),
                 "ratio": fmt.ratio(measured / predicted) if predicted and measured is not None else fmt.NONE,
+                "workspace": fmt.size(memory.get("workspace")),
                 "inputs": fmt.size(memory.get("inputs")),
                 "reason": row.get("reason"),
             }
