@@ -200,3 +200,33 @@ def test_the_oldest_files_go(folder, monkeypatch):
     for step in range(5):
         get(Compiler(), step=step)
     assert len(list(folder.iterdir())) == 2
+
+
+# ---- ptxas ----
+
+SMALL = """\
+.version 8.0
+.target sm_80
+.address_size 64
+.visible .entry small()
+{
+    ret;
+}
+"""
+
+
+def test_machine_code_is_that_of_a_whole_program():
+    assert assemble.cubin(SMALL, (8, 0), "small")[:4] == b"\x7fELF"
+
+
+def test_ptx_that_ptxas_refuses_is_an_error_with_its_words():
+    with pytest.raises(ValueError, match=r"^small: cannot be assembled for sm_80: ptxas kernel\.ptx, line 6"):
+        assemble.cubin(SMALL.replace("ret", "return"), (8, 0), "small")
+
+
+def test_without_ptxas_the_driver_gets_the_text(monkeypatch):
+    def missing(name):
+        raise FileNotFoundError(name)
+
+    monkeypatch.setattr(assemble, "tool", missing)
+    assert assemble.cubin(SMALL, (8, 0), "small") == SMALL.encode() + b"\0"

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from kdtree.kernels import OPS, all_variants, crosscompile
-from kdtree.kernels.crosscompile import HARDWARE_SHARED, TARGETS, Resources, parse_ptxas, parse_sass, tool
+from kdtree.kernels.crosscompile import HARDWARE_SHARED, TARGETS, Resources, parse_ptxas, parse_sass
 from kdtree.kernels.launch import Kernel, Variant
+from kdtree.kernels.toolchain import tool
 
 # The fixture compiles everything once, on two cores: some minutes.
 pytestmark = pytest.mark.timeout(1200)
@@ -88,6 +89,25 @@ def test_a_kernel_that_spills_is_reported():
     assert problem == "topk.simt[float32] on sm_90a spills 668 bytes a thread"
 
 
+REMARKS = """\
+ptxas info    : (C7504) Potential Performance Loss: 'setmaxnreg' ignored to maintain compatibility across \
+compilation units.
+ptxas info    : (C7509) Potential Performance Loss: wgmma.mma_async instructions are serialized due to the presence of \
+Extern calls in the function '_ZN6kdtree1fE'
+ptxas info    : Used 168 registers, used 5 barriers
+"""
+
+
+def test_performance_that_ptxas_says_is_lost_is_reported():
+    said = crosscompile.parse_remarks(REMARKS)
+    assert said == (
+        "'setmaxnreg' ignored to maintain compatibility across compilation units; "
+        "wgmma.mma_async instructions are serialized due to the presence of Extern calls"
+    )
+    assert resources(remarks=said).problems() == [f"topk.simt[float32] on sm_90a: {said}"]
+    assert crosscompile.parse_remarks(PTXAS_LOG) == ""
+
+
 def test_a_kernel_that_takes_more_shared_memory_than_it_states_is_reported():
     (problem,) = resources(shared_bytes=16385).problems()
     assert "topk.simt[float32] on sm_90a takes 16385 bytes of shared memory, states at most 16384" in problem
@@ -162,6 +182,10 @@ def test_every_variant_appears_on_every_target_that_it_is_made_for(compiled):
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_op_compiles_for_the_target(compiled, target):
     assert {row.op for row in compiled if row.target == target} == set(OPS)
+
+
+def test_no_performance_is_lost_by_what_ptxas_says(compiled):
+    assert [(row.kernel, row.target, row.remarks) for row in compiled if row.remarks] == []
 
 
 def test_nothing_spills(compiled):

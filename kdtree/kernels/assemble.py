@@ -1,4 +1,4 @@
-"""A kernel's way to machine code: Numba types and lowers it, NVVM makes PTX, the PTX is finished, nvJitLink assembles.
+"""A kernel's way to machine code: Numba types and lowers it, NVVM makes PTX, the PTX is finished, ptxas assembles.
 
 Numba has no type for a CUtensorMap passed by value, which is how the copy engine wants it. The kernel declares an int64
 in its place; the declaration is turned into 128 bytes in the PTX. Nothing here needs a GPU.
@@ -7,9 +7,13 @@ in its place; the declaration is turned into 128 bytes in the PTX. Nothing here 
 from __future__ import annotations
 
 import re
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from kdtree.kernels import cubin_cache
+from kdtree.kernels.toolchain import tool
 
 TENSOR_MAP = "tmap"  # the argument word of a tensor map
 _PLACEHOLDER = re.compile(r"\bkdtree_parameter_(\d+)\b")  # see `ptx.tensor_map_address`
@@ -92,11 +96,21 @@ def machine_code(kernel: Any, words: tuple[str, ...], target: tuple) -> tuple[by
 
 
 def cubin(text: str, target: tuple, name: str) -> bytes:
-    """Machine code of a PTX text. Raises ValueError with ptxas's words for PTX that cannot be assembled."""
-    from cuda.core import Linker, LinkerOptions, ObjectCode
+    """Machine code of a PTX text; where there is no ptxas the text itself, which the driver assembles on loading.
 
+    Not through nvJitLink: it makes code that other code could be linked to, for which ptxas ignores ``setmaxnreg`` and
+    lets one wgmma wait for the one before. Raises ValueError with ptxas's words for PTX that cannot be assembled.
+    """
     try:
-        linked = Linker(ObjectCode.from_ptx(text.encode()), options=LinkerOptions(arch=target_name(target)))
-        return bytes(linked.link("cubin").code)
-    except Exception as error:
-        raise ValueError(f"{name}: cannot be assembled for {target_name(target)}: {error}") from error
+        ptxas = tool("ptxas")
+    except FileNotFoundError:
+        return text.encode() + b"\0"
+    with tempfile.TemporaryDirectory() as folder:
+        source, made = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        source.write_text(text)
+        command = [ptxas, f"-arch={target_name(target)}", str(source), "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            said = done.stderr.strip().replace(str(source), "kernel.ptx")
+            raise ValueError(f"{name}: cannot be assembled for {target_name(target)}: {said}")
+        return made.read_bytes()

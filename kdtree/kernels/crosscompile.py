@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
+
+from kdtree.kernels.toolchain import tool
 
 TARGETS: dict[str, tuple] = {
     "sm_80": (8, 0),  # A100
@@ -48,6 +49,7 @@ class Resources:
     """What one kernel takes on one target. Bytes are per thread (stack, spills) or per block (shared).
 
     `shared_bytes` is static and dynamic shared memory together, `shared_limit` what the kernel states of itself.
+    `remarks` are what ptxas says of lost performance: a wgmma that waits for the one before, a setmaxnreg ignored.
     """
 
     op: str
@@ -63,10 +65,11 @@ class Resources:
     tensor_core: int
     global_loads: int
     barriers: int
+    remarks: str = ""
 
     def problems(self) -> list[str]:
-        """Why this is not acceptable: spills, or more shared memory than the kernel states."""
-        found = []
+        """Why this is not acceptable: spills, lost performance, more shared memory than the kernel states."""
+        found = [f"{self.kernel} on {self.target}: {self.remarks}"] if self.remarks else []
         if self.spill_bytes:
             found.append(f"{self.kernel} on {self.target} spills {self.spill_bytes} bytes a thread")
         if self.shared_bytes > self.shared_limit:
@@ -82,20 +85,6 @@ class Resources:
         return found
 
 
-def tool(name: str) -> str:
-    """Path of a CUDA tool: from the NVIDIA wheels, else the PATH. Raises FileNotFoundError with what to install."""
-    for folder in map(Path, sys.path):
-        candidate = folder / "nvidia" / "cu13" / "bin" / name
-        if candidate.exists():
-            return str(candidate)
-    found = shutil.which(name)
-    if found is None:
-        raise FileNotFoundError(
-            f"{name}: neither in the nvidia-cuda-* wheels nor on the PATH; pip install nvidia-cuda-nvcc"
-        )
-    return found
-
-
 def parse_ptxas(log: str) -> dict[str, int]:
     """Numbers of ``ptxas -v`` for the one kernel in `log`."""
 
@@ -109,6 +98,12 @@ def parse_ptxas(log: str) -> dict[str, int]:
         "stack_bytes": number(r"(\d+) bytes stack frame"),
         "spill_bytes": number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
     }
+
+
+def parse_remarks(log: str) -> str:
+    """What ptxas says of performance that is lost, without the mangled name of the kernel."""
+    found = re.findall(r"\(C\d+\) Potential Performance Loss: ([^\n]*)", log)
+    return "; ".join(re.sub(r"(?: in the function)? '_Z\w+'", "", text).strip(" .") for text in found)
 
 
 def parse_sass(text: str) -> dict[str, int]:
@@ -160,6 +155,7 @@ def resources(variant, target: str, ptx: Path) -> Resources:  # noqa: ANN001
         shared_limit=variant.shared_limit,
         **taken,
         **parse_sass(listing.stdout),
+        remarks=parse_remarks(done.stderr),
     )
 
 

@@ -20,8 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from kdtree.kernels.toolchain import version
+
 FILES_KEPT = 200  # of about 100 KiB each; the oldest go first
-_COMPILERS = ("numba", "numba-cuda", "llvmlite", "numpy", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink")
+_COMPILERS = ("numba", "numba-cuda", "llvmlite", "numpy", "nvidia-nvvm")
 _KNOWN_MODULES = ("kdtree", "numba", "numpy", "math", "operator", "llvmlite")  # sources or versions are in the key
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)
 
@@ -76,6 +78,7 @@ def _surroundings() -> str:
             digest.update(f"{name} {metadata.version(name)}".encode())
         except metadata.PackageNotFoundError:  # part of a CUDA toolkit, perhaps
             digest.update(f"{name} not installed".encode())
+    digest.update(version("ptxas").encode())
     return digest.hexdigest()
 
 

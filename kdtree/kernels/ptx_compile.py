@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kdtree.kernels import crosscompile
-from kdtree.kernels.crosscompile import parse_ptxas, tool
+from kdtree.kernels.crosscompile import parse_ptxas
+from kdtree.kernels.toolchain import tool
 
 MODULE = "kdtree.kernels.ptx_compile"  # what `collect` runs
 SOURCES = ("ptx*.py", "hopper.py", "assemble.py", "crosscompile.py", "launch.py")  # that decide what comes out

@@ -378,10 +378,13 @@ def wgmma(dtype: str, page_mode: str, *, early: int = 2) -> Kernel:
                     new_b = max(new_b, ptx.shfl_bfly_f32(new_b, 1))
                     new_a = max(new_a, ptx.shfl_bfly_f32(new_a, 2))
                     new_b = max(new_b, ptx.shfl_bfly_f32(new_b, 2))
-                    shift_a = f32(0.0) if new_a == NEG else new_a * scale_log2
-                    shift_b = f32(0.0) if new_b == NEG else new_b * scale_log2
-                    shrink_a = ptx.ex2_approx(top_a * scale_log2 - shift_a)
-                    shrink_b = ptx.ex2_approx(top_b * scale_log2 - shift_b)
+                    # The difference first: a maximum that stays gives exactly 1, and nothing need be rescaled. Products
+                    # first, fused with the subtraction, would give 1 + 1e-6, tile after tile.
+                    base_a = f32(0.0) if new_a == NEG else new_a
+                    base_b = f32(0.0) if new_b == NEG else new_b
+                    shrink_a = ptx.ex2_approx((top_a - base_a) * scale_log2)
+                    shrink_b = ptx.ex2_approx((top_b - base_b) * scale_log2)
+                    shift_a, shift_b = base_a * scale_log2, base_b * scale_log2
                     top_a, top_b = new_a, new_b
                     if lane & 3 == 0:
                         ptx.st_shared_f32(stats + row0 * 4, shrink_a)
