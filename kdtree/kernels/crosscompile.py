@@ -233,9 +233,11 @@ def _cache_file(targets: list[str], ops: list[str], share: int) -> Path:
 
 def main(argv: list[str] | None = None) -> int:
     """Print a JSON line per kernel and target; exit 1 where one spills or takes too much shared memory."""
+    from kdtree.kernels import OPS
+
     parser = argparse.ArgumentParser(prog="python -m kdtree.kernels.crosscompile", description=main.__doc__)
     parser.add_argument("--target", action="append", choices=list(TARGETS), help="default: all")
-    parser.add_argument("--op", action="append", help="default: all")
+    parser.add_argument("--op", action="append", choices=OPS, help="default: all")
     parser.add_argument("--share", type=int, choices=range(SHARES), help=f"only this one of {SHARES} shares")
     parser.add_argument("--report-only", action="store_true", help="exit 0 whatever the kernels take")
     options = parser.parse_args(argv)

@@ -115,8 +115,8 @@ def unfit(impl: str, asked: Asked) -> str:
 
 SMALL = 132  # products of 64 x 64: one for each SM of an H200
 
-# The first row that holds, and whose kernel can take the call, is taken. Measured on an H200 by the grid of
-# `kdtree.measure.grid`, which times every kernel at every shape; the reasons are what it shows.
+# The first row that holds, and whose kernel can take the call, is taken. The reasons were measured on an H200;
+# `kdtree.measure.grid` times every kernel at every shape.
 TABLE: tuple[tuple[str, Callable[[Asked], bool], str], ...] = (
     (
         "mma",

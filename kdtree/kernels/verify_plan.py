@@ -163,15 +163,19 @@ def plan(batch: int, n_rows: int, capacity: int, sm_count: int) -> Plan:
     tiles = max(1, -(-capacity // 64))
     kv_bytes = 1152.0 * batch * capacity
     best: tuple[float, int, int, int] | None = None
+    # Ranges are cut by 32-bit arithmetic: positions below 2**31, a position times groups below 2**32.
     for passes in range(1, row_tiles + 1):
         members = -(-row_tiles // passes)
         if members > sm_count or -(-row_tiles // members) != passes:
             continue
         walks = batch * passes  # of one request's tiles by one group
-        most = min(sm_count // members, walks * tiles)
+        work = walks * tiles
+        if work >= 2**31:
+            continue
+        most = min(sm_count // members, work, (2**32 - 1) // work)
         even = {walks * i for i in range(1, most // walks + 1)} | {i for i in range(1, most + 1) if walks % i == 0}
         for groups in sorted(even | {most}):
-            busiest = -(-walks * tiles // groups)
+            busiest = -(-work // groups)
             cost = busiest * TILE_US
             if groups >= walks:
                 cost += ITEM_US
@@ -184,7 +188,11 @@ def plan(batch: int, n_rows: int, capacity: int, sm_count: int) -> Plan:
             cost = max(cost, kv_bytes * (passes if kv_bytes > L2_BYTES else 1) / BYTES_PER_US)
             if best is None or cost < best[0] - 1e-6:
                 best = (cost, passes, members, groups)
-    assert best is not None
+    if best is None:
+        raise ValueError(
+            f"got B={batch}, {n_rows} rows of N·H and a cache of {capacity} rows a request, expected less: "
+            "their tiles of 64 x 64 cannot be numbered in 31 bits"
+        )
     _, passes, members, groups = best
     blocks = members * groups
     return Plan(

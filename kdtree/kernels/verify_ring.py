@@ -58,7 +58,7 @@ FIRST, LAST, MASKED, FINAL = 1, 2, 4, 8  # of an item's tiles; with tree slots o
 W_BEGIN, W_STOP, W_REQUEST, W_BASE, W_TOTAL, W_GROUPS, W_ANY, W_POSITION = (WORDS + 4 * i for i in range(8))
 C_SLOT, C_TILE, C_KV, C_ITEM, C_HELD = (WORDS + 32 + 4 * i for i in range(5))  # C_HELD has a word a slot
 W_PARTS = WORDS + 64
-PART_BYTES = 32  # of an unfinished item: used, request, row tile, first position, tiles
+NOTE_BYTES = 32  # of what is kept of an unfinished item: used, request, row tile, first position, tiles
 
 
 @functools.cache

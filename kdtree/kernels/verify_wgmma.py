@@ -29,6 +29,7 @@ import numpy as np
 from kdtree._cuda import SIMULATED, cuda
 from kdtree.arrays import View
 from kdtree.kernels.launch import Kernel, Operand, TensorMap, Variant, counters, sm_count, word_of, workspace
+from kdtree.kernels.verify_join import SIDE_BYTES
 from kdtree.kernels.verify_plan import plan
 from kdtree.kernels.verify_ring import (
     BROKEN,
@@ -54,8 +55,8 @@ from kdtree.kernels.verify_ring import (
     KEPT,
     LAST,
     MASKED,
+    NOTE_BYTES,
     P_READY,
-    PART_BYTES,
     Q_FULL,
     Q_REST,
     ROPE,
@@ -193,7 +194,7 @@ def wgmma(dtype: str, page_mode: str, *, early: int = 2) -> Kernel:
                     ptx.mbarrier_init(base + P_READY + i * 8, 4)
                     ptx.mbarrier_init(base + GO + i * 8, 1)
                     ptx.mbarrier_init(base + DONE + i * 8, 2)
-                    ptx.st_shared_b32(base + W_PARTS + i * PART_BYTES, 0)
+                    ptx.st_shared_b32(base + W_PARTS + i * NOTE_BYTES, 0)
                 for i in range(3):
                     ptx.st_shared_b32(base + C_HELD + i * 4, -1)
                 ptx.st_shared_v4_b32(base + C_SLOT, 0, -1, 0, 0)  # slot, tile, KV tiles, items copied
@@ -475,7 +476,7 @@ def wgmma(dtype: str, page_mode: str, *, early: int = 2) -> Kernel:
                                     i32(ptx.ld_shared_b32(of + I_ROWS) >> 6),
                                 )
                                 ptx.atom_add_acq_rel(ptx.address(counters) + 4 * (i64(b) * row_tiles + row_tile), 1)
-                                part = i32(base + W_PARTS + which * PART_BYTES)
+                                part = i32(base + W_PARTS + which * NOTE_BYTES)
                                 ptx.st_shared_b32(part, 1)
                                 ptx.st_shared_b32(part + 4, b)
                                 ptx.st_shared_b32(part + 8, row_tile)
@@ -595,7 +596,9 @@ def wgmma(dtype: str, page_mode: str, *, early: int = 2) -> Kernel:
                             ptx.ld_shared_b32(of + I_REQUEST),
                             ptx.ld_shared_b32(of + I_ROWS),
                         )
-                        at = ptx.address(part_out) + i64(i32((i32(cuda.blockIdx.x) * 2 + which) * 2 + side)) * 65536
+                        at = (
+                            ptx.address(part_out) + i64(i32((i32(cuda.blockIdx.x) * 2 + which) * 2 + side)) * SIDE_BYTES
+                        )
                         if i32(m0 + warp * 16) < n_rows:
                             store_partial(o, at, i32(warp * 32 + ptx.lane_id()), final_a, final_b)
                         if side == 0:
@@ -628,7 +631,7 @@ def wgmma(dtype: str, page_mode: str, *, early: int = 2) -> Kernel:
         member = i32(again - group * members)
         which = i32(0)
         while which < 2:  # not unrolled: this is code that runs once
-            part = i32(base + W_PARTS + which * PART_BYTES)
+            part = i32(base + W_PARTS + which * NOTE_BYTES)
             if ptx.ld_shared_b32(part) != 0:
                 join(
                     base,
@@ -652,7 +655,13 @@ def wgmma(dtype: str, page_mode: str, *, early: int = 2) -> Kernel:
 
     name = f"verify_attn.wgmma[{dtype},{page_mode}]"
     return Kernel(
-        verify_attn_wgmma, name=name, threads=THREADS, min_blocks=1, dynamic_shared=SHARED_BYTES, targets=("sm_90a",)
+        verify_attn_wgmma,
+        name=name,
+        threads=THREADS,
+        min_blocks=1,
+        dynamic_shared=SHARED_BYTES,
+        targets=("sm_90a",),
+        cooperative=True,  # blocks wait for each other: all of them run, or none does yet
     )
 
 

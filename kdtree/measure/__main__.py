@@ -39,7 +39,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--wrong-only", action="store_true", help="print the rows that did not pass, and the count")
     options = parser.parse_args(argv)
     here = session.open_session(options.run_dir, options.profile)
-    found = families.run(options.family, here, metric=options.metric, overwrite=options.overwrite)
+    try:
+        found = families.run(options.family, here, metric=options.metric, overwrite=options.overwrite)
+    except ValueError as error:
+        parser.error(str(error))
     for row in found.rows:
         if not options.wrong_only or row["status"] != "passed":
             print(line(row))
