@@ -8,6 +8,7 @@ the `nvidia-cuda-nvcc` and `nvidia-cuda-nvdisasm` wheels or the PATH.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import os
@@ -18,6 +19,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -193,7 +195,9 @@ def collect(targets: list[str] | None = None, ops: list[str] | None = None) -> l
 
 def _collect(targets: list[str], ops: list[str], share: int) -> list[Resources]:
     kept = _cache_file(targets, ops, share)
-    if not kept.exists():
+    with one_at_a_time(kept):
+        if kept.exists():
+            return _parse(kept.read_text())
         command = [sys.executable, "-m", "kdtree.kernels.crosscompile", "--report-only", f"--share={share}"]
         command += [f"--target={t}" for t in targets] + [f"--op={o}" for o in ops]
         environment = {**os.environ, "KDTREE_CROSS_COMPILE": "1", "NUMBA_ENABLE_CUDASIM": "0"}
@@ -202,7 +206,19 @@ def _collect(targets: list[str], ops: list[str], share: int) -> list[Resources]:
             raise RuntimeError(f"cross-compilation of {ops} failed ({done.returncode}):\n{done.stderr[-4000:]}")
         _keep(kept, done.stdout)
         return _parse(done.stdout)
-    return _parse(kept.read_text())
+
+
+@contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """Processes that want the same file: the first makes it, the others wait and read. Nothing, where that fails."""
+    with ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(path.with_suffix(".lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            pass
+        yield
 
 
 def _parse(lines: str) -> list[Resources]:

@@ -91,16 +91,17 @@ def collect() -> list[Compiled]:
     Raises RuntimeError with the output of a compiling process that fails.
     """
     kept = _cache_file()
-    if kept.exists():
-        text = kept.read_text()
-    else:
-        environment = {**os.environ, "KDTREE_CROSS_COMPILE": "1", "NUMBA_ENABLE_CUDASIM": "0"}
-        command = [sys.executable, "-m", MODULE]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        if done.returncode:
-            raise RuntimeError(f"compiling the probes failed ({done.returncode}):\n{done.stderr[-4000:]}")
-        text = done.stdout
-        crosscompile._keep(kept, text)
+    with crosscompile.one_at_a_time(kept):
+        if kept.exists():
+            text = kept.read_text()
+        else:
+            environment = {**os.environ, "KDTREE_CROSS_COMPILE": "1", "NUMBA_ENABLE_CUDASIM": "0"}
+            command = [sys.executable, "-m", MODULE]
+            done = subprocess.run(command, capture_output=True, text=True, env=environment)
+            if done.returncode:
+                raise RuntimeError(f"compiling the probes failed ({done.returncode}):\n{done.stderr[-4000:]}")
+            text = done.stdout
+            crosscompile._keep(kept, text)
     return [Compiled(**json.loads(line)) for line in text.splitlines()]
 
 
