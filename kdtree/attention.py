@@ -14,6 +14,7 @@ import numpy as np
 from kdtree import checks, recorded
 from kdtree.call import Call
 from kdtree.ops import Accepted
+from kdtree.spec import VERIFY_ATTN_IMPLS
 from kdtree.tree import DraftTree
 
 
@@ -79,7 +80,7 @@ def verify_attn(
         raise ValueError(f"tree: got B={tree.batch} N={tree.n_slots}, expected B={batch} N={n_slots} as q")
     checks.tree_views(tree, call.views)
     checks.choice(part, "part", ("all", "tree"))
-    checks.choice(impl, "impl", (None, "simt", "mma", "wgmma"))
+    checks.choice(impl, "impl", (None, *VERIFY_ATTN_IMPLS))
     checks.integer(kv_lora_rank, "kv_lora_rank", 1, head_dim)
     scale = checks.number(scale, "scale")
     cache = _cache_shape(call, batch)
@@ -117,7 +118,7 @@ _ODD = (AttributeError, TypeError, ValueError, RuntimeError)
 
 
 def _remember(steps: list[Any], arrays: dict[str, Any], rest: tuple) -> None:
-    from kdtree.kernels import verify_attn as kernel
+    from kdtree.kernels import verify_simt as kernel
 
     # The launchers decide by shapes, dtypes and whether these three are aligned, so that is all a repeated call needs.
     how = {"aligned": ("q", "kv", "out"), "apart": ("out", "lse"), "made_by": (kernel, "simt")}

@@ -13,7 +13,7 @@ from fake_driver import FakeDriver
 
 import kdtree
 from kdtree import arrays, attention, recorded
-from kdtree.kernels import assemble, driver, launch
+from kdtree.kernels import assemble, driver, launch, verify_simt
 from kdtree.kernels import verify_attn as kernels
 from kdtree.tree import random_tree
 
@@ -53,7 +53,7 @@ def fake(monkeypatch) -> FakeDriver:
         return v
 
     monkeypatch.setattr(arrays, "view", view)
-    simt = kernels.simt
+    simt = verify_simt.simt
 
     def fresh(*key):  # a kernel that another test compiled would not be loaded here
         kernel = simt(*key)
@@ -61,7 +61,7 @@ def fake(monkeypatch) -> FakeDriver:
         kernel._launches.clear()
         return kernel
 
-    monkeypatch.setattr(kernels, "simt", fresh)
+    monkeypatch.setattr(verify_simt, "simt", fresh)
     return found
 
 
@@ -128,7 +128,7 @@ def test_the_second_call_launches_the_same_on_its_own_pointers(paged, fake, coun
 
 
 def test_a_split_call_repeats_both_kernels_and_its_scratch_memory(fake, counted, monkeypatch):
-    monkeypatch.setattr(kernels, "plan_splits", lambda *_: 3)
+    monkeypatch.setattr(verify_simt, "plan_splits", lambda *_: 3)
     setup, other = Setup(), Setup(seed=1)
     fake.sizes = [8, 8]
     setup.run()
@@ -175,7 +175,7 @@ def test_shapes_and_dtypes_live_side_by_side(fake, counted):
 
 
 def test_another_stream_takes_scratch_memory_of_its_own(fake, counted, monkeypatch):
-    monkeypatch.setattr(kernels, "plan_splits", lambda *_: 2)
+    monkeypatch.setattr(verify_simt, "plan_splits", lambda *_: 2)
     setup = Setup()
     for stream in (7, 8, 7, 8):
         fake.stream = stream
@@ -273,7 +273,7 @@ def test_another_kernel_in_place_of_the_shipped_one_is_launched(fake, counted, m
     setup.run()
     mine = launch.Kernel(lambda: None, name="mine", threads=32)
     with monkeypatch.context() as patch:
-        patch.setattr(kernels, "simt", lambda *key: mine)
+        patch.setattr(verify_simt, "simt", lambda *key: mine)
         setup.run()
         assert fake.loaded[-1] == "mine"
     setup.run()

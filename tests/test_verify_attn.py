@@ -22,7 +22,7 @@ from cases_for_tests import (
 
 import kdtree
 from kdtree import attention, inputs
-from kdtree.kernels import verify_attn as kernels
+from kdtree.kernels import verify_simt
 from kdtree.ref.verify_attn import merge_states
 from kdtree.ref.verify_attn import verify_attn as reference
 from kdtree.spec import K26_SCALE
@@ -237,7 +237,7 @@ def test_the_kernel_agrees_at_odd_sizes(heads, n_slots, prefix):
 @pytest.mark.parametrize("splits", [2, 7])
 def test_splitting_the_rows_over_blocks_changes_nothing(splits, monkeypatch):
     a = case(batch=2, heads=1, n_slots=2, prefix_lens=[0, 13], ragged=True, seed=3)
-    monkeypatch.setattr(kernels, "plan_splits", lambda *_: splits)
+    monkeypatch.setattr(verify_simt, "plan_splits", lambda *_: splits)
     same_attention(numba(a), ref(a), "float32")
 
 
@@ -245,11 +245,11 @@ def test_splits_come_from_shapes_and_never_grow_past_the_cache():
     for capacity in (0, 1, 63, 64, 4096, 262_144):
         for sm_count in (1, 82, 132):
             for batch, rows in ((1, 1), (1, 64 * 33), (37, 8 * 9)):
-                splits = kernels.plan_splits(batch, rows, capacity, "bfloat16", sm_count)
+                splits = verify_simt.plan_splits(batch, rows, capacity, "bfloat16", sm_count)
                 assert 1 <= splits <= 64
-                assert splits == 1 or capacity // splits >= kernels.tile_rows("bfloat16")
-    assert kernels.plan_splits(1, 8, 262_144, "bfloat16", 132) == 64
-    assert kernels.plan_splits(64, 64 * 33, 4096, "bfloat16", 132) == 1
+                assert splits == 1 or capacity // splits >= verify_simt.tile_rows("bfloat16")
+    assert verify_simt.plan_splits(1, 8, 262_144, "bfloat16", 132) == 64
+    assert verify_simt.plan_splits(64, 64 * 33, 4096, "bfloat16", 132) == 1
 
 
 def test_lengths_and_pages_may_be_int64_and_mask_words_int32():

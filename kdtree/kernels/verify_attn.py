@@ -17,44 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from kdtree._cuda import SIMULATED
 from kdtree.arrays import View
 from kdtree.kernels import launch, verify_mma, verify_simt, verify_wgmma
 from kdtree.kernels.launch import Operand, Variant
-from kdtree.kernels.verify_simt import (
-    ROWS,
-    THREADS,
-    combine,
-    f32,
-    i32,
-    i64,
-    plan_splits,
-    simt,
-    tile_rows,
-    workspace_bytes,
-)
+from kdtree.spec import VERIFY_ATTN_IMPLS
 
-__all__ = [
-    "ROWS",
-    "THREADS",
-    "Asked",
-    "choose",
-    "combine",
-    "f32",
-    "i32",
-    "i64",
-    "plan_splits",
-    "simt",
-    "tile_rows",
-    "unfit",
-    "variants",
-    "verify_attn",
-    "workspace_bytes",
-]
-
-IMPLS = ("simt", "mma", "wgmma")
+IMPLS = VERIFY_ATTN_IMPLS
 
 
 @dataclass(frozen=True)
@@ -171,54 +141,9 @@ def verify_attn(
     return impl
 
 
-def _launch_simt(
-    inputs: dict[str, Operand],
-    shape: dict[str, int],
-    dtype: str,
-    scale: float,
-    outs: dict[str, Operand],
-    *,
-    stream: int,
-    like: View,
-) -> None:
-    rows, width = shape["N"] * shape["H"], shape["C"]
-    splits = plan_splits(shape["B"], rows, shape["capacity"], dtype, launch.sm_count())
-    parts, into, into_dtype = None, outs, dtype
-    if splits > 1:
-        count = shape["B"] * splits * rows
-        space = launch.workspace(4 * count * (width + 1), stream, like)
-        parts = {
-            "out": space.part("*f32", 0, count * width),
-            "lse": space.part("*f32", 4 * count * width, count),
-        }
-        into, into_dtype = parts, "float32"
-    args: tuple[Any, ...] = (
-        inputs["q"],
-        inputs["kv"],
-        inputs["page_table"],
-        inputs["prefix_lens"],
-        inputs["n_nodes"],
-        inputs["visibility"],
-        ("i32", shape["H"]),
-        ("i32", shape["N"]),
-        ("i32", shape["page_size"]),
-        ("i32", shape["max_pages"]),
-        ("i32", shape["n_pages"]),
-        ("i32", shape["with_prefix"]),
-        ("f32", scale),
-        into["out"],
-        into["lse"],
-    )
-    kernel = simt(dtype, into_dtype, shape["E"], width)
-    kernel.launch((-(-rows // ROWS), splits, shape["B"]), args, stream=stream)
-    if parts is not None:
-        joined = (parts["out"], parts["lse"], ("i32", splits), ("i32", width), outs["out"], outs["lse"])
-        combine(dtype).launch((rows, shape["B"]), joined, stream=stream)
-
-
-# Each launcher takes what `_launch_simt` takes. A kernel is in this version once it stands here.
+# Each launcher takes what `verify_simt.launch` takes. A kernel is in this version once it stands here.
 _LAUNCHERS: dict[str, Callable[..., None]] = {
-    "simt": _launch_simt,
+    "simt": verify_simt.launch,
     "mma": verify_mma.launch,
     "wgmma": verify_wgmma.launch,
 }

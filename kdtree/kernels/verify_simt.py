@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import numpy as np
 
 from kdtree._cuda import SIMULATED, cuda
+from kdtree.arrays import View
 from kdtree.kernels.bits import decode, encode
-from kdtree.kernels.launch import Kernel, Variant, word_of
+from kdtree.kernels.launch import Kernel, Operand, Variant, sm_count, word_of, workspace
 
 f32, i32, i64, u32 = np.float32, np.int32, np.int64, np.uint32
 
@@ -262,6 +264,52 @@ def workspace_bytes(params: dict[str, int], sm_count: int) -> int:
     """
     splits = plan_splits(params["B"], params["rows"], params["capacity"], params["dtype"], sm_count)
     return 0 if splits == 1 else 4 * params["B"] * splits * params["rows"] * (params["C"] + 1)
+
+
+def launch(
+    inputs: dict[str, Operand],
+    shape: dict[str, int],
+    dtype: str,
+    scale: float,
+    outs: dict[str, Operand],
+    *,
+    stream: int,
+    like: View,
+) -> None:
+    """Launch on `shape` = {B,N,H,E,C,page_size,max_pages,n_pages,capacity,with_prefix}, and join the splits."""
+    rows, width = shape["N"] * shape["H"], shape["C"]
+    splits = plan_splits(shape["B"], rows, shape["capacity"], dtype, sm_count())
+    parts, into, into_dtype = None, outs, dtype
+    if splits > 1:
+        count = shape["B"] * splits * rows
+        space = workspace(4 * count * (width + 1), stream, like)
+        parts = {
+            "out": space.part("*f32", 0, count * width),
+            "lse": space.part("*f32", 4 * count * width, count),
+        }
+        into, into_dtype = parts, "float32"
+    args: tuple[Any, ...] = (
+        inputs["q"],
+        inputs["kv"],
+        inputs["page_table"],
+        inputs["prefix_lens"],
+        inputs["n_nodes"],
+        inputs["visibility"],
+        ("i32", shape["H"]),
+        ("i32", shape["N"]),
+        ("i32", shape["page_size"]),
+        ("i32", shape["max_pages"]),
+        ("i32", shape["n_pages"]),
+        ("i32", shape["with_prefix"]),
+        ("f32", scale),
+        into["out"],
+        into["lse"],
+    )
+    kernel = simt(dtype, into_dtype, shape["E"], width)
+    kernel.launch((-(-rows // ROWS), splits, shape["B"]), args, stream=stream)
+    if parts is not None:
+        joined = (parts["out"], parts["lse"], ("i32", splits), ("i32", width), outs["out"], outs["lse"])
+        combine(dtype).launch((rows, shape["B"]), joined, stream=stream)
 
 
 def variants() -> list[Variant]:

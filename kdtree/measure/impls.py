@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kdtree.device import gpu_available
-from kdtree.spec import K26_SCALE
+from kdtree.spec import K26_SCALE, VERIFY_ATTN_IMPLS
 
-NAMES = ("simt", "mma", "wgmma")  # in rising order of cleverness
+NAMES = VERIFY_ATTN_IMPLS
 TENSOR_CORES = ("mma", "wgmma")
 AUTO = "numba:auto"
 

@@ -51,7 +51,7 @@ class Trial:
 
 def source(op: str) -> str:
     """The source of the shipped kernel's factory, ready to be copied and edited. ValueError: unknown op."""
-    return inspect.getsource(inspect.unwrap(_modules(op)[0].simt))
+    return inspect.getsource(inspect.unwrap(_module(op).simt))
 
 
 def run(op: str, factory: Callable[..., Kernel], *, limit: int | None = None, time: bool = True) -> Trial:
@@ -77,21 +77,18 @@ def run(op: str, factory: Callable[..., Kernel], *, limit: int | None = None, ti
 @contextmanager
 def swapped(op: str, factory: Callable[..., Kernel]) -> Iterator[None]:
     """While open, the op's launcher uses `factory`. Its kernels are compiled once, as the shipped ones are."""
-    modules, made = _modules(op), {}
+    module, made = _module(op), {}
 
     def once(*key: Any) -> Kernel:
         if key not in made:
             made[key] = factory(*key)
         return made[key]
 
-    shipped = modules[0].simt
-    for module in modules:
-        module.simt = once
+    shipped, module.simt = module.simt, once
     try:
         yield
     finally:
-        for module in modules:
-            module.simt = shipped
+        module.simt = shipped
 
 
 def _times(op: str, factory: Callable[..., Kernel]) -> dict[str, float]:
@@ -108,9 +105,8 @@ def _times(op: str, factory: Callable[..., Kernel]) -> dict[str, float]:
     return {name: s.median for name, s in samples.items()}
 
 
-def _modules(op: str) -> list[Any]:
-    """The modules through which the op's launcher finds `simt`: its own, and the one that has it from there."""
+def _module(op: str) -> Any:
+    """The module whose launcher calls the op's `simt`."""
     if op not in cases.FAMILIES:
         raise ValueError(f"op: got {op!r}, expected one of {', '.join(cases.FAMILIES)}")
-    names = {"verify_attn": ("verify_simt", "verify_attn")}.get(op, (op,))
-    return [importlib.import_module(f"kdtree.kernels.{name}") for name in names]
+    return importlib.import_module(f"kdtree.kernels.{'verify_simt' if op == 'verify_attn' else op}")
