@@ -325,15 +325,20 @@ def test_ctrl_c_leaves_a_consistent_run_and_a_report(tmp_path):
     notebook(folder / "00_a.ipynb", "1")
     notebook(folder / "10_b.ipynb", "import time\nopen(run_dir + '/started', 'w').close()\ntime.sleep(120)")
 
+    ended = threading.Event()
+
     def interrupt():
-        for _ in range(1200):
-            if list(tmp_path.glob("r/*/*/started")):
-                os.kill(os.getpid(), signal.SIGINT)
-                return
+        while not ended.is_set() and not list(tmp_path.glob("r/*/*/started")):
             time.sleep(0.05)
+        while not ended.is_set():
+            os.kill(os.getpid(), signal.SIGINT)
+            ended.wait(30)  # Python drops an interrupt that meets a destructor: press again, as a person would
 
     threading.Thread(target=interrupt, daemon=True).start()
-    result = runs.run(out=tmp_path / "r", notebooks=folder, progress=False)
+    try:
+        result = runs.run(out=tmp_path / "r", notebooks=folder, progress=False)
+    finally:
+        ended.set()
     assert (result.exit_code, result.verdict["status"]) == (ExitCode.DIED, "failed")
     state = json.loads((result.run_dir / "run.json").read_text())
     assert state["status"] == runstate.INTERRUPTED
