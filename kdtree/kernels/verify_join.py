@@ -136,7 +136,9 @@ def device_functions(dtype: str) -> tuple[Any, Any]:
         v = cuda.local.array(60, f32)
         sums = cuda.local.array(12, f32)
         last_unit = i32(units - 1)
-        while unit < stop:
+        turns = i32(0)
+        while unit < stop or (teams > 1 and turns == 0):  # teams meet once, with all warps of the block
+            turns = i32(turns + 1)
             for i in range(12):
                 sums[i] = f32(0.0)
             # Three units at a time; a unit is (16 rows, side, 8 columns).
@@ -148,7 +150,7 @@ def device_functions(dtype: str) -> tuple[Any, Any]:
             row_a = i32(scratch + ((unit >> 6) * 16 + (lane >> 2)) * 4)
             row_b = i32(scratch + ((unit_b >> 6) * 16 + (lane >> 2)) * 4)
             row_c = i32(scratch + ((unit_c >> 6) * 16 + (lane >> 2)) * 4)
-            k = team
+            k = team if unit < stop else n
             while k < n:
                 # Fifteen loads in flight: five parts of three units
                 for i in range(5):
@@ -178,7 +180,7 @@ def device_functions(dtype: str) -> tuple[Any, Any]:
                 ptx.st_shared_v4_f32(
                     i32(scratch + WEIGHTS_BYTES + warp * 512 + lane * 16), sums[0], sums[1], sums[2], sums[3]
                 )
-                ptx.bar_sync(4, i32(teams * shares * 32))
+                cuda.syncthreads()
                 if team == 0:
                     for other in range(1, teams):
                         at = i32(scratch + WEIGHTS_BYTES + (other * shares + warp) * 512 + lane * 16)
@@ -187,7 +189,7 @@ def device_functions(dtype: str) -> tuple[Any, Any]:
                         sums[1] += y
                         sums[2] += z
                         sums[3] += w
-            if team == 0:
+            if team == 0 and unit < stop:
                 for u in range(3):
                     which = i32(unit + u * WARPS)
                     row = i32(row_tile * 64 + (which >> 6) * 16 + (lane >> 2))
@@ -198,7 +200,6 @@ def device_functions(dtype: str) -> tuple[Any, Any]:
                         if i32(row + 8) < n_rows:
                             ptx.st_global_b32(at + 8 * 1024, pack(sums[u * 4 + 2], sums[u * 4 + 3]))
             unit = stop if teams > 1 else i32(unit + 3 * WARPS)
-        cuda.syncthreads()
         cuda.syncthreads()
 
     return store_partial, join

@@ -73,8 +73,9 @@ COMBINE_SHARED_BYTES = MAX_SPLITS * 4 * (STRIP_ROWS + 1) + 8 * 1024  # weights, 
 @functools.cache
 def mma(dtype: str, out_dtype: str) -> Kernel:
     """The portable tensor-core kernel: q and kv of `dtype`; out too, or "float32" for a split's partial result."""
-    from kdtree.kernels import ptx
+    from kdtree.kernels import ptx, visibility
 
+    window = visibility.window()
     multiply = ptx.mma_m16n8k16(dtype)
     pack = {"bfloat16": ptx.cvt_bf16x2, "float16": ptx.cvt_f16x2}[dtype]
     partial = out_dtype == "float32"
@@ -116,24 +117,6 @@ def mma(dtype: str, out_dtype: str) -> Kernel:
             multiply(o, (16 + 2 * n) * 4, a4, a5, a6, a7, b0, b1)
             multiply(o, (2 * n + 1) * 4, a0, a1, a2, a3, b2, b3)
             multiply(o, (16 + 2 * n + 1) * 4, a4, a5, a6, a7, b2, b3)
-
-    @cuda.jit(device=True, forceinline=True)
-    def word(visibility, row, words, w):
-        """Word w of a row of visibility, int64; the prefix in front is all ones, behind is nothing."""
-        bits = i64(0)
-        if w < 0:
-            bits = i64(0xFFFFFFFF)
-        elif w < words:
-            bits = i64(visibility[row * words + w])
-        return bits
-
-    @cuda.jit(device=True, forceinline=True)
-    def window(visibility, row, words, j, behind):
-        """Bits of slots j … j+31 (below 0: prefix), `behind` at most, that row `row` of visibility [B·N, W] sees."""
-        w = i32(j >> 5)
-        both = word(visibility, row, words, w) | (word(visibility, row, words, i32(w + 1)) << 32)
-        inside = i32(min(max(behind, 0), 32))
-        return i32((both >> i64(j & 31)) & ((i64(1) << i64(inside)) - 1))
 
     # How a thread finds KV rows: cache = (kv, page_table, b, page_size, inverse, max_pages, n_pages, base) with
     # inverse = floor((2**32 - 1) / page_size), and unit, which 16 bytes of a row are the first that it copies.

@@ -27,7 +27,9 @@ i32, i64 = np.int32, np.int64
 @functools.cache
 def device_functions() -> tuple[Any, ...]:
     """(extent, tiles_of, window, locate) for Numba kernels."""
-    from kdtree.kernels import ptx
+    from kdtree.kernels import ptx, visibility
+
+    slots = visibility.window()
 
     @cuda.jit(device=True, inline="always")
     def extent(prefix_lens, n_nodes, b, n_slots, capacity, with_prefix):
@@ -50,37 +52,27 @@ def device_functions() -> tuple[Any, ...]:
         return i32(max(i32(1), i32(((end + 63) >> 6) - first))), first
 
     @cuda.jit(device=True, inline="always")
-    def word(visibility, row, words, w):
-        """Word w of a row of visibility; the prefix in front is all ones, behind is nothing."""
-        bits = i64(0)
-        if w < 0:
-            bits = i64(0xFFFFFFFF)
-        elif w < words:
-            bits = i64(visibility[row * words + w])
-        return bits
-
-    @cuda.jit(device=True, inline="always")
     def window(visibility, row, n_slots, token, prefix, start, end):
         """Bits of the 32 cache rows from `token` on that slot `row` of visibility [B·N, W] sees, int32."""
-        words = i32((n_slots + 31) >> 5)
-        j = i32(token - prefix)
-        w = i32(j >> 5)
-        both = word(visibility, row, words, w) | (word(visibility, row, words, i32(w + 1)) << 32)
-        bits = (both >> i64(j & 31)) & i64(0xFFFFFFFF)
-        inside = i32(min(max(end - token, 0), 32))
+        bits = slots(visibility, row, i32((n_slots + 31) >> 5), i32(token - prefix), i32(end - token))
         before = i32(min(max(start - token, 0), 32))
-        return i32(bits & ((i64(1) << inside) - 1) & ~((i64(1) << before) - 1))
+        return i32(bits & ~((i64(1) << before) - 1))
+
+    @cuda.jit(device=True, inline="always")
+    def tiles_at(b, batch, prefix_lens, n_nodes, n_slots, capacity, with_prefix):
+        """KV tiles of request b, 0 where there is none."""
+        count = i32(0)
+        if b < batch:
+            prefix, used, broken, start, end = extent(prefix_lens, n_nodes, b, n_slots, capacity, with_prefix)
+            count, first = tiles_of(start, end)
+        return count
 
     @cuda.jit(device=True, inline="always")
     def locate(words, lane, group, groups, passes, batch, prefix_lens, n_nodes, n_slots, capacity, with_prefix):
         """One warp writes {first, end of the group's range, its first request, where that begins, total, groups}."""
         total = i32(0)
         for b0 in range(0, batch, 32):
-            mine = i32(0)
-            b = i32(b0 + lane)
-            if b < batch:
-                prefix, used, broken, start, end = extent(prefix_lens, n_nodes, b, n_slots, capacity, with_prefix)
-                mine, first = tiles_of(start, end)
+            mine = tiles_at(i32(b0 + lane), batch, prefix_lens, n_nodes, n_slots, capacity, with_prefix)
             for step in (16, 8, 4, 2, 1):
                 mine = i32(mine + ptx.shfl_bfly_b32(mine, step))
             total = i32(total + mine)
@@ -92,12 +84,8 @@ def device_functions() -> tuple[Any, ...]:
             stop = ptx.div_u32((group + 1) * total, groups)
         request, request_base, base = i32(0), i32(0), i32(0)
         for b0 in range(0, batch, 32):
-            mine = i32(0)
-            b = i32(b0 + lane)
-            if b < batch:
-                prefix, used, broken, start, end = extent(prefix_lens, n_nodes, b, n_slots, capacity, with_prefix)
-                count, first = tiles_of(start, end)
-                mine = i32(count * passes)
+            count = tiles_at(i32(b0 + lane), batch, prefix_lens, n_nodes, n_slots, capacity, with_prefix)
+            mine = i32(count * passes)
             upto = mine
             for step in (1, 2, 4, 8, 16):
                 below = ptx.shfl_up(upto, step)

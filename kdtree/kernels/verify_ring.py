@@ -55,7 +55,8 @@ T_AT, T_FLAGS, T_ITEM, T_BAD = 0, 4, 8, 12
 FIRST, LAST, MASKED, FINAL = 1, 2, 4, 8  # of an item's tiles; with tree slots or an end in it; the block's last
 
 # The block's range; where `prepare` and `copy_step` stand
-W_BEGIN, W_STOP, W_REQUEST, W_BASE, W_TOTAL, W_GROUPS, W_ANY, W_POSITION = (WORDS + 4 * i for i in range(8))
+W_BEGIN, W_STOP, W_REQUEST, W_BASE, W_TOTAL, W_GROUPS = (WORDS + 4 * i for i in range(6))
+W_POSITION = WORDS + 28
 C_SLOT, C_TILE, C_KV, C_ITEM, C_HELD = (WORDS + 32 + 4 * i for i in range(5))  # C_HELD has a word a slot
 W_PARTS = WORDS + 64
 NOTE_BYTES = 32  # of what is kept of an unfinished item: used, request, row tile, first position, tiles
@@ -63,7 +64,7 @@ NOTE_BYTES = 32  # of what is kept of an unfinished item: used, request, row til
 
 @functools.cache
 def device_functions(page_mode: str) -> tuple[Any, Any, Any]:
-    """(prepare, copy_step, copy_rope).
+    """(prepare, copy_step, copy_rope), for a kernel whose first three parameters are the maps of q, KV and rope parts.
 
     page_mode: "rows" for a contiguous cache, "page" for pages of 64·k rows, "part" for pages of 64/k.
     """
@@ -71,6 +72,7 @@ def device_functions(page_mode: str) -> tuple[Any, Any, Any]:
     from kdtree.kernels.verify_plan import device_functions as plan_functions
 
     extent, tiles_of, _, _ = plan_functions()
+    q_map, kv_map, rope_map = (ptx.tensor_map_address(i) for i in range(3))
     paged = page_mode != "rows"
     parts = page_mode == "part"
 
@@ -132,7 +134,7 @@ def device_functions(page_mode: str) -> tuple[Any, Any, Any]:
         ptx.warp_sync()
 
     @cuda.jit(device=True, inline="always")
-    def rope(base, k, ropemap, lane, page_table, page_size, max_pages, n_pages, row, where, low, high):
+    def rope(base, k, lane, page_table, page_size, max_pages, n_pages, row, where, low, high):
         """One warp: copy the rope part of tile k."""
         full = i32(base + ROPE_FULL + (k & 1) * 8)
         into = i32(base + ROPE + (k & 1) * CHUNK)
@@ -143,38 +145,28 @@ def device_functions(page_mode: str) -> tuple[Any, Any, Any]:
                 ptx.mbarrier_expect_tx(full, (high - low) * page_size * 128)
             else:
                 ptx.mbarrier_expect_tx(full, CHUNK)
-                ptx.cp_async_bulk_tensor_4d(into, ropemap, 0, row, VALUE_CHUNKS, where, full)
+                ptx.cp_async_bulk_tensor_4d(into, rope_map(), 0, row, VALUE_CHUNKS, where, full)
         if parts:
             ptx.warp_sync()
             if low <= lane and lane < high:  # a lane a page, of which a tile has eight at most
                 page = i32(page_table[i64(where) * max_pages + i32(ptx.div_u32(row, page_size) + lane)])
                 if page < 0 or page >= n_pages:
                     page = i32(0)
-                ptx.cp_async_bulk_tensor_4d(i32(into + lane * page_size * 128), ropemap, 0, 0, VALUE_CHUNKS, page, full)
+                ptx.cp_async_bulk_tensor_4d(
+                    i32(into + lane * page_size * 128), rope_map(), 0, 0, VALUE_CHUNKS, page, full
+                )
 
     @cuda.jit(device=True, inline="always")
-    def copy_rope(base, k, ropemap, lane, page_table, page_size, max_pages, n_pages):
+    def copy_rope(base, k, lane, page_table, page_size, max_pages, n_pages):
         """One warp, once P·V of tile k - 2 is done: copy the rope part of tile k, if `copy_step` left that."""
         row, where, rows, tile = ptx.ld_shared_v4_b32(base + ROPES + (k & 3) * 16)
         if tile == k:
-            rope(
-                base,
-                k,
-                ropemap,
-                lane,
-                page_table,
-                page_size,
-                max_pages,
-                n_pages,
-                row,
-                where,
-                i32(rows & 255),
-                i32(rows >> 8),
-            )
+            low, high = i32(rows & 255), i32(rows >> 8)
+            rope(base, k, lane, page_table, page_size, max_pages, n_pages, row, where, low, high)
         ptx.warp_sync()
 
     @cuda.jit(device=True, inline="always")
-    def copy_step(base, lane, k, qmap, kvmap, ropemap, page_table, page_size, max_pages, n_pages):
+    def copy_step(base, lane, k, page_table, page_size, max_pages, n_pages):
         """One warp, once P·V of tile k is done (-1: at the start): copy the entries that have room now.
 
         A slot is free when the KV tile in it is used up, or the first tile of the item whose Q it holds. The place of a
@@ -197,7 +189,7 @@ def device_functions(page_mode: str) -> tuple[Any, Any, Any]:
                         for g in range(2):
                             ptx.mbarrier_expect_tx(full + g * 8, HALF_SLOT)
                         for c in range(0, 8, 2):
-                            ptx.cp_async_bulk_tensor_4d(into + c * CHUNK, qmap, 0, rows, c, b, full + (c >> 2) * 8)
+                            ptx.cp_async_bulk_tensor_4d(into + c * CHUNK, q_map(), 0, rows, c, b, full + (c >> 2) * 8)
                         ptx.st_shared_b32(base + C_HELD + slot * 4, kv)
                     tile = t0
                 else:
@@ -236,13 +228,8 @@ def device_functions(page_mode: str) -> tuple[Any, Any, Any]:
                                 where = i32(0)
                     if ptx.elect_one() != 0:
                         ptx.st_shared_v4_b32(base + TICKETS + slot * 16, at, flags, number, bad)
-                        ptx.st_shared_v4_b32(
-                            base + ROPES + (kv & 3) * 16,
-                            row,
-                            where,
-                            i32(low | (high << 8)),
-                            kv if kv > i32(k + 2) else i32(-1),
-                        )
+                        if kv > i32(k + 2):
+                            ptx.st_shared_v4_b32(base + ROPES + (kv & 3) * 16, row, where, i32(low | (high << 8)), kv)
                         ptx.st_shared_b32(base + C_HELD + slot * 4, kv)
                         for g in range(2):
                             if high > low:
@@ -252,10 +239,10 @@ def device_functions(page_mode: str) -> tuple[Any, Any, Any]:
                         if not parts and high > low:
                             for g in range(2):
                                 ptx.cp_async_bulk_tensor_4d(
-                                    into + g * HALF_SLOT, kvmap, 0, row, g * 4, where, full + g * 8
+                                    into + g * HALF_SLOT, kv_map(), 0, row, g * 4, where, full + g * 8
                                 )
                             if kv > i32(k + 2):
-                                ptx.cp_async_bulk_prefetch_tensor_4d(ropemap, 0, row, VALUE_CHUNKS, where)
+                                ptx.cp_async_bulk_prefetch_tensor_4d(rope_map(), 0, row, VALUE_CHUNKS, where)
                     ptx.warp_sync()
                     if parts:
                         if low <= lane and lane < high:
@@ -266,13 +253,13 @@ def device_functions(page_mode: str) -> tuple[Any, Any, Any]:
                             c = i32(0)
                             while c < VALUE_CHUNKS:
                                 ptx.cp_async_bulk_tensor_4d(
-                                    i32(to + c * CHUNK), ropemap, 0, 0, c, page, i32(full + (c >> 2) * 8)
+                                    i32(to + c * CHUNK), rope_map(), 0, 0, c, page, i32(full + (c >> 2) * 8)
                                 )
                                 c = i32(c + 1)
                     if kv <= i32(k + 2):
                         # Nothing is in its place: at once. Later ones are the other warpgroup's, see `copy_rope`.
                         ptx.warp_sync()
-                        rope(base, kv, ropemap, lane, page_table, page_size, max_pages, n_pages, row, where, low, high)
+                        rope(base, kv, lane, page_table, page_size, max_pages, n_pages, row, where, low, high)
                     kv = i32(kv + 1)
                     if tile < 0:
                         number = i32(number + 1)

@@ -1,8 +1,8 @@
 """verify_attn, the readable version: no tensor cores, no warp primitives, so the simulator runs it.
 
-A block stages a tile of KV rows in shared memory once for ROWS rows (slots and heads alike) and keeps their running
-softmax and output in registers. The KV range is split over blocks where rows alone would not fill the GPU; `combine`
-joins the splits by log-sum-exp. Contract: `kdtree.kernels.verify_attn`.
+A block stages a tile of KV rows in shared memory once for ROWS rows (slots and heads alike), keeps their running
+softmax there too, and their output in registers. The KV range is split over blocks where rows alone would not fill the
+GPU; `combine` joins the splits by log-sum-exp. Contract: `kdtree.kernels.verify_attn`.
 """
 
 from __future__ import annotations

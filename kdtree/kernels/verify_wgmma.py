@@ -193,7 +193,7 @@ def wgmma(dtype: str, page_mode: str, *, early: int = 2) -> Kernel:
                 for i in range(2):
                     ptx.mbarrier_init(base + P_READY + i * 8, 4)
                     ptx.mbarrier_init(base + GO + i * 8, 1)
-                    ptx.mbarrier_init(base + DONE + i * 8, 2)
+                    ptx.mbarrier_init(base + DONE + i * 8, 8)
                     ptx.st_shared_b32(base + W_PARTS + i * NOTE_BYTES, 0)
                 for i in range(3):
                     ptx.st_shared_b32(base + C_HELD + i * 4, -1)
@@ -228,18 +228,7 @@ def wgmma(dtype: str, page_mode: str, *, early: int = 2) -> Kernel:
                 )
                 i = i32(i + 1)
             ptx.bar_sync(4, 64)
-            copy_step(
-                base,
-                lane,
-                i32(-1),
-                q_map_address(),
-                kv_map_address(),
-                rope_map_address(),
-                page_table,
-                page_size,
-                max_pages,
-                n_pages,
-            )
+            copy_step(base, lane, i32(-1), page_table, page_size, max_pages, n_pages)
         cuda.syncthreads()
         more = ptx.ld_shared_b32(base + ITEMS + I_EXISTS) != 0
         tid = ptx.thread_id()
@@ -252,9 +241,7 @@ def wgmma(dtype: str, page_mode: str, *, early: int = 2) -> Kernel:
             # 2j and 2j + 1 are at an exclusive or with j << 5.
             matrix_row = i32((warp * 16 + (lane & 15)) * 128)
             matrix_unit = i32(((lane >> 4) ^ (lane & 7)) << 4)
-            row0 = i32(
-                warp * 16 + (lane >> 2)
-            )  # of the two rows whose accumulators this thread holds; the other is + 8
+            row0 = i32(warp * 16 + (lane >> 2))  # one row of this thread's accumulators; the other is + 8
             s = cuda.local.array(32, f32)
             qf = cuda.local.array(q_registers, i32)
             words = cuda.local.array(16, i32)
@@ -560,35 +547,15 @@ def wgmma(dtype: str, page_mode: str, *, early: int = 2) -> Kernel:
                             ptx.cp_async_bulk_commit()
                             ptx.cp_async_bulk_wait_read_0()
                         ptx.warp_sync()
-                if warp == 0 and ptx.elect_one() != 0:
+                if ptx.elect_one() != 0:
                     ptx.mbarrier_arrive(base + DONE + odd * 8)
                 if warp == 0:
-                    # What this tile held is free as soon as the other half is done too.
+                    # What this tile held is free as soon as all eight warps are through with it.
                     wait(base + DONE + odd * 8, phase)
                     if side == 1:
-                        copy_rope(
-                            base,
-                            i32(k + 2),
-                            rope_map_address(),
-                            ptx.lane_id(),
-                            page_table,
-                            page_size,
-                            max_pages,
-                            n_pages,
-                        )
+                        copy_rope(base, i32(k + 2), ptx.lane_id(), page_table, page_size, max_pages, n_pages)
                 if not late and side == 0 and warp == 0:
-                    copy_step(
-                        base,
-                        ptx.lane_id(),
-                        k,
-                        q_map_address(),
-                        kv_map_address(),
-                        rope_map_address(),
-                        page_table,
-                        page_size,
-                        max_pages,
-                        n_pages,
-                    )
+                    copy_step(base, ptx.lane_id(), k, page_table, page_size, max_pages, n_pages)
                 if flags & LAST != 0:
                     if not whole:
                         which, b, m0 = (
@@ -610,18 +577,7 @@ def wgmma(dtype: str, page_mode: str, *, early: int = 2) -> Kernel:
                     more = flags & FINAL == 0
                     slot = i32(slot + 1) if slot < 2 else i32(0)  # the next item's Q
                 if late and side == 0 and warp == 0:
-                    copy_step(
-                        base,
-                        ptx.lane_id(),
-                        k,
-                        q_map_address(),
-                        kv_map_address(),
-                        rope_map_address(),
-                        page_table,
-                        page_size,
-                        max_pages,
-                        n_pages,
-                    )
+                    copy_step(base, ptx.lane_id(), k, page_table, page_size, max_pages, n_pages)
                 slot = i32(slot + 1) if slot < 2 else i32(0)
                 k = i32(k + 1)
         cuda.syncthreads()
