@@ -19,8 +19,8 @@ JOBS ?= 2
 ARGS ?=
 WHEELS := $(if $(WHEELHOUSE),--wheelhouse '$(WHEELHOUSE)')
 
-.PHONY: help env lock wheelhouse model doctor lab test unit nbtest lint fix cuda sanitize fixtures report compare \
-  baseline clean
+.PHONY: help env lock wheelhouse model doctor lab test unit nbtest lint fix cuda sanitize emulate fixtures report \
+  compare baseline clean
 
 help: ## this list
 	@echo 'make report   measure this host and write its page;  make test   check the suite itself'
@@ -92,6 +92,9 @@ cuda: ## the CUDA C++ library, if this version has one
 
 sanitize: $(STAMP) ## every kernel under memcheck, racecheck and synccheck; needs a GPU and compute-sanitizer
 	$(BIN)/python -m kdtree.measure.sanitize $(ARGS)
+
+emulate: $(STAMP) ## the tensor-core kernels on this CPU: right, and free of races?
+	$(BIN)/python -m kdtree.emulator $(ARGS)
 
 clean: ## remove .venv, caches and build products; reports stay
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

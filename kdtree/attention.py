@@ -46,7 +46,7 @@ def verify_attn(
         scale: softmax scale; K2.6's is `spec.K26_SCALE`, not ``E**-0.5``.
         page_table: int32 or int64 [B,max_pages].
         part: "all", or "tree" for the tree slots alone (join with a prefix kernel by `merge_states`).
-        impl: "simt", "mma" or "wgmma", or None for the dispatch table of `kernels.verify_attn`.
+        impl: "simt", "mma", "cluster" or "wgmma", or None for the dispatch table of `kernels.verify_attn`.
         kv_lora_rank: C, width of the value part of a row.
         out: (out [B,N,H,C] of q's dtype, lse f32[B,N,H]).
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 MAX_BUDGET = 1024  # largest tree any kernel builds, root excluded
 MAX_DEPTH = 31  # draft depths; paths are short lists
 MAX_TOPK = 512
-VERIFY_ATTN_IMPLS = ("simt", "mma", "wgmma")  # its kernels, in rising order of cleverness
+VERIFY_ATTN_IMPLS = ("simt", "mma", "cluster", "wgmma")  # its kernels, in rising order of cleverness
 
 
 @dataclass(frozen=True)

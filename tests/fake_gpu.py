@@ -23,7 +23,7 @@ class FakeGPU:
     def __init__(self) -> None:
         self.spoil: dict[str | None, Callable[[dict[str, Any]], None]] = {}
         self.refuses: dict[str, str] = {}
-        self.us = {"simt": 900.0, "mma": 30.0, "wgmma": 12.0}
+        self.us = {"simt": 900.0, "mma": 30.0, "cluster": 20.0, "wgmma": 12.0}
         self.calls: list[str | None] = []
         self.timed: list[dict[str, Any]] = []
 

@@ -176,7 +176,8 @@ def test_every_variant_appears_on_every_target_that_it_is_made_for(compiled):
         found.setdefault(row.kernel, []).append(row.target)
     assert {f"{v.op}.{v.label}" for v in all_variants()} <= set(found)  # the simulator knows no others than simt
     for kernel, targets in found.items():
-        assert targets == (["sm_90a"] if ".wgmma" in kernel else list(TARGETS)), kernel
+        hopper = ".wgmma" in kernel or ".cluster" in kernel
+        assert targets == (["sm_90a"] if hopper else list(TARGETS)), kernel
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -226,4 +227,5 @@ def test_every_kernel_reads_memory_and_does_something(compiled):
 
 def test_tensor_cores_are_used_by_the_kernels_named_after_them(compiled):
     for row in compiled:
-        assert (row.tensor_core > 0) == (".mma" in row.kernel or ".wgmma" in row.kernel), row
+        named = any(f".{impl}" in row.kernel for impl in ("mma", "cluster", "wgmma"))
+        assert (row.tensor_core > 0) == named, row

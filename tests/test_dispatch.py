@@ -19,7 +19,7 @@ AMPERE = replace(HOPPER, capability=(8, 0))
 
 @pytest.fixture(autouse=True)
 def all_shipped(monkeypatch):
-    """On a GPU, with all three kernels there."""
+    """On a GPU, with all its kernels there."""
     monkeypatch.setattr(kernels, "SIMULATED", False)
     monkeypatch.setattr(kernels, "_LAUNCHERS", dict.fromkeys(kernels.IMPLS))
 
@@ -37,13 +37,15 @@ def test_hopper_takes_wgmma():
 
 @pytest.mark.parametrize("page_size", [0, 8, 16, 32, 64, 128, 256])
 def test_pages_that_tile(page_size):
-    assert unfit("wgmma", replace(HOPPER, page_size=page_size)) == ""
+    for impl in ("cluster", "wgmma"):
+        assert unfit(impl, replace(HOPPER, page_size=page_size)) == ""
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 4, 24, 48, 63, 65, 96])
 def test_pages_that_do_not_tile_go_to_mma(page_size):
     asked = replace(HOPPER, page_size=page_size)
-    assert f"pages have {page_size} rows" in unfit("wgmma", asked)
+    for impl in ("cluster", "wgmma"):
+        assert f"pages have {page_size} rows" in unfit(impl, asked)
     assert choose(asked) == "mma"
 
 
@@ -75,7 +77,7 @@ def test_a_kernel_that_is_not_shipped_is_not_chosen(monkeypatch):
 
 
 def test_every_row_of_the_table_has_a_reason_and_the_last_takes_everything():
-    assert {impl for impl, _, _ in kernels.TABLE} == set(kernels.IMPLS)
+    assert {impl for impl, _, _ in kernels.TABLE} == set(kernels.IMPLS) - {"cluster"}  # not timed yet: by name only
     assert all(reason for _, _, reason in kernels.TABLE)
     assert kernels.TABLE[-1][0] == "simt"
 
@@ -83,7 +85,7 @@ def test_every_row_of_the_table_has_a_reason_and_the_last_takes_everything():
 def test_the_simulator_has_simt_alone(monkeypatch):
     monkeypatch.setattr(kernels, "SIMULATED", True)
     assert choose(replace(HOPPER, capability=(0, 0))) == "simt"
-    for impl in ("mma", "wgmma"):
+    for impl in ("mma", "cluster", "wgmma"):
         assert "expected simt" in unfit(impl, HOPPER)
 
 
@@ -98,7 +100,7 @@ def call(impl, backend="numba"):
     return kdtree.verify_attn(q, kv, random_tree(rng, 1, 3), impl=impl, backend=backend, **how)
 
 
-@pytest.mark.parametrize("impl", ["mma", "wgmma"])
+@pytest.mark.parametrize("impl", ["mma", "cluster", "wgmma"])
 def test_a_kernel_asked_for_by_name_that_cannot_take_the_call_says_why(impl, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(ValueError, match=f"^impl: got '{impl}', which cannot take this call: "):
@@ -106,7 +108,7 @@ def test_a_kernel_asked_for_by_name_that_cannot_take_the_call_says_why(impl, mon
 
 
 def test_a_name_that_is_none_is_refused_with_those_that_are():
-    with pytest.raises(ValueError, match="impl: got 'fast', expected one of None, 'simt', 'mma', 'wgmma'"):
+    with pytest.raises(ValueError, match="impl: got 'fast', expected one of None, 'simt', 'mma', 'cluster', 'wgmma'"):
         call("fast")
 
 

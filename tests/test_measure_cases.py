@@ -59,7 +59,7 @@ def test_names_are_unique_and_both_kernels_have_their_cases(profile, count):
 
 def test_a_case_is_listed_under_its_kernel():
     found = [c for c in cases.family("verify_attn", "tiny") if c.params.get("impl")]
-    assert [(c.impl, c.params["impl"]) for c in found] == [("numba:mma", "mma"), ("numba:wgmma", "wgmma")]
+    assert [(c.impl, c.params["impl"]) for c in found] == [(f"numba:{n}", n) for n in ("mma", "cluster", "wgmma")]
 
 
 # what they notice
@@ -135,7 +135,8 @@ def test_rising_rows_keep_their_nan_and_grow():
 
 
 def test_the_sanitizer_runs_every_kernel_at_the_width_that_it_takes():
-    assert sanitize.kernels_of("verify_attn") == ("simt", "mma", "wgmma") and sanitize.kernels_of("topk") == (None,)
+    assert sanitize.kernels_of("verify_attn") == ("simt", "mma", "cluster", "wgmma")
+    assert sanitize.kernels_of("topk") == (None,)
     for impl in impls.TENSOR_CORES:
         found = sanitize._small_cases("verify_attn", impl)
         assert {a["q"].shape[-1] for _, a, _ in found} == {576}

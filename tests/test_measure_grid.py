@@ -62,20 +62,20 @@ def test_without_a_gpu_every_row_is_skipped_and_says_why(metric, tmp_path):
 
 def test_each_kernel_has_a_checked_cold_time_and_the_dispatched_one_is_marked(fake_gpu):  # noqa: F811
     rows = by_impl(grid.measure(first(SHAPE)))
-    assert list(rows) == ["numba:mma", "numba:wgmma"]
+    assert list(rows) == ["numba:mma", "numba:cluster", "numba:wgmma"]
     for row in rows.values():
         assert row["status"] == "passed" and row["metric"] == "grid" and row["rel_l2"] < 2e-3
         assert row["device_us"]["cache"] == "cold" and row["floor_us"] == 1.0 and row["jit_ms"] >= 0
         assert row["jit_cached"] is True  # the twin compiles nothing
         assert (row["rows"], row["checked_rows"]) == (40, 40)
         assert row["tflops"] == pytest.approx(row["flop"] / row["device_us"]["median"] / 1e6)
-    assert [r["dispatched"] for r in rows.values()] == [False, True]
+    assert [r["dispatched"] for r in rows.values()] == [False, False, True]
     (timed,) = fake_gpu.timed
     assert timed["sets"] > 1 and timed["cache"] == "cold" and "simt" not in fake_gpu.calls
 
 
 def test_a_kernel_that_is_wrong_or_refuses_has_no_time_and_the_other_one_has(fake_gpu):  # noqa: F811
-    fake_gpu.spoil["mma"] = off_by_two_percent
+    fake_gpu.spoil["mma"] = fake_gpu.spoil["cluster"] = off_by_two_percent
     fake_gpu.refuses["wgmma"] = "wgmma needs compute capability 9.0, this GPU has 8.9"
     rows = by_impl(grid.measure(first(SHAPE)))
     assert rows["numba:mma"]["status"] == "failed" and "relative L2 error 0.02" in rows["numba:mma"]["reason"]
@@ -179,9 +179,9 @@ def test_the_answer_for_some_rows_is_that_for_all_of_them(fake_gpu):  # noqa: F8
 def test_a_latency_task_has_a_row_for_each_kernel_with_the_hosts_part(fake_gpu, monkeypatch):  # noqa: F811
     monkeypatch.setattr("kdtree.measure.peers.prepared", lambda *_: [])
     rows = by_impl(sweep._latency({n: v for n, v in first(SHAPE).items() if n not in ("flop", "bytes")}, "quick"))
-    assert list(rows) == ["numba:simt", "numba:mma", "numba:wgmma"]
+    assert list(rows) == ["numba:simt", "numba:mma", "numba:cluster", "numba:wgmma"]
     assert {r["host_us"] for r in rows.values()} == {7.5}
-    assert [r["dispatched"] for r in rows.values()] == [False, False, True]
+    assert [r["dispatched"] for r in rows.values()] == [False, False, False, True]
     assert [t["cache"] for t in fake_gpu.timed] == ["warm", "cold"]
 
 
@@ -199,8 +199,10 @@ def test_simt_is_timed_at_few_shapes_alone():
 def test_memory_is_asked_of_every_kernel_also_at_the_largest_shape(fake_gpu):  # noqa: F811
     found = sweep.tasks("verify_attn", "memory", "full")
     largest = [t.first["impl"] for t in found if t.first["case"] == sweep.LARGE]
-    assert largest == ["numba:simt", "numba:mma", "numba:wgmma"]
-    assert len({t.name for t in found}) == len(found) == 3 * (1 + len(list(sweep.shapes("verify_attn", "full"))))
+    assert largest == ["numba:simt", "numba:mma", "numba:wgmma"]  # cluster is not made for it
+    assert len({t.name for t in found}) == len(found)
+    small = [t.first["impl"] for t in found if t.first["case"] == sweep.SMALL]
+    assert sorted(small) == sorted(impls.label(name) for name in impls.NAMES)
 
 
 def test_a_kernel_that_takes_seconds_has_its_memory_predicted_alone(fake_gpu):  # noqa: F811
@@ -251,7 +253,7 @@ def test_the_prefix_part_sees_the_prefix_and_nothing_of_the_tree(fake_gpu):  # n
 
 
 def test_labels_name_the_kernel_or_say_that_the_table_chose():
-    assert [impls.label(n) for n in impls.NAMES] == ["numba:simt", "numba:mma", "numba:wgmma"]
+    assert [impls.label(n) for n in impls.NAMES] == ["numba:simt", "numba:mma", "numba:cluster", "numba:wgmma"]
     assert impls.label(None) == ("numba:auto" if gpu_available() else "numba:simt")
 
 
@@ -262,9 +264,11 @@ def test_the_scratch_memory_of_a_kernel_is_that_of_its_plan(impl, monkeypatch):
     planned = {
         "simt": 4 * verify_simt.plan_splits(1, 72, 16_448, "bfloat16", 132) * 72 * 513,
         "mma": verify_mma.plan(1, 9, 8, 16_448, 132).workspace_bytes,
+        "cluster": 0,
         "wgmma": verify_plan.plan(1, 72, 16_448, 132).workspace_bytes,
     }
-    assert impls.workspace_bytes(impl, case) == planned[impl] > 0
+    assert impls.workspace_bytes(impl, case) == planned[impl]
+    assert (planned[impl] > 0) == (impl != "cluster")
     assert memory.predicted_bytes("verify_attn", case, impls.label(impl))["workspace"] == planned[impl]
 
 

@@ -84,7 +84,7 @@ def test_a_cell_that_is_no_time_is_refused(tmp_path):
 def test_means_and_counts_are_over_shapes_that_have_both_times():
     found = grid.summary(grid_rows({"numba:wgmma": 0.9, "numba:mma": 2.0}), PEERS)
     lines = {one.impl: one for one in found.lines}
-    assert list(lines) == [grid.CHOSEN, "numba:mma", "numba:wgmma"]
+    assert list(lines) == [grid.CHOSEN, "numba:mma", "numba:cluster", "numba:wgmma"]
     assert lines[grid.CHOSEN].over_mask_free == pytest.approx(0.9, rel=1e-3)
     assert lines["numba:mma"].over_mask_free == pytest.approx(2.0, rel=1e-3)
     assert lines["numba:mma"].over_best_exact == pytest.approx(2.0 / 2.17, rel=5e-3)
@@ -169,7 +169,7 @@ def test_workspace_and_host_time_come_from_the_rows_of_other_metrics():
 
 def test_nothing_measured_reads_dashes():
     found = grid.summary([row("verify_attn", metric="grid", status="skipped", reason="no GPU")], PEERS)
-    assert found.by_impl == {} and [one.shapes for one in found.lines] == [0, 0, 0]
+    assert found.by_impl == {} and [one.shapes for one in found.lines] == [0, 0, 0, 0]
     assert {v for one in grid.line_table(found) for k, v in one.items() if k not in ("kernel", "shapes")} == {"—"}
     assert {(g["measured"], g["met"]) for g in grid.goal_table(found)} == {("—", "—")}
     assert plots_grid.over_mask_free(found).axes[0].texts[0].get_text().startswith("not measured")
@@ -206,7 +206,8 @@ def test_the_ladder_has_a_bar_for_each_kernel_that_was_timed():
     flop, moved = roofline.flop_bytes("verify_attn", wanted)
     rows = [timed("verify_attn", impl, wanted, flop / rate, flop=flop, bytes=moved) for impl, rate in RATE.items()]
     rungs = grid.ladder(rows, wanted)
-    assert list(rungs) == ["simt", "mma", "wgmma"] and all(rungs.values())
+    assert [name for name, row in rungs.items() if row] == ["simt", "mma", "wgmma"]
+    assert list(rungs) == ["simt", "mma", "cluster", "wgmma"]
     fig = plots_grid.rungs(rows[:2], plots_grid.LADDER)
     assert [round(bar.get_width() * 1e6) for bar in fig.axes[0].patches] == [250_000_000, 700_000_000]
     plots_grid.close(fig)
@@ -216,7 +217,9 @@ def test_every_kernel_is_timed_at_the_shapes_of_the_ladder():
     shapes = list(sweep.shapes("verify_attn", "full"))
     for wanted in plots_grid.LADDER:
         assert wanted in shapes
-        assert [name for _, name in sweep._kernels("verify_attn", wanted, "wgmma")] == ["simt", "mma", "wgmma"]
+        found = [name for _, name in sweep._kernels("verify_attn", wanted, "wgmma")]
+        assert [name for name in found if name != "cluster"] == ["simt", "mma", "wgmma"]
+        assert ("cluster" in found) == (wanted["B"] == 1)
 
 
 # the page

@@ -95,6 +95,17 @@ def machine_code(kernel: Any, words: tuple[str, ...], target: tuple) -> tuple[by
     return cubin_cache.machine_code(kernel, words, target, compile)
 
 
+def kept_ptx(kernel: Any, words: tuple[str, ...], target: tuple) -> tuple[str, str]:
+    """(finished PTX, name of the entry), made here or by an earlier process."""
+
+    def compile() -> tuple[bytes, str]:
+        code = library(kernel, words, target)
+        return ptx(code, kernel, words, target).encode(), code._entry_name
+
+    text, entry = cubin_cache.machine_code(kernel, words, (*target, "ptx"), compile)
+    return text.decode(), entry
+
+
 def cubin(text: str, target: tuple, name: str) -> bytes:
     """Machine code of a PTX text; where there is no ptxas the text itself, which the driver assembles on loading.
 

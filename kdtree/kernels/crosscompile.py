@@ -34,6 +34,7 @@ TARGETS: dict[str, tuple] = {
     "sm_120": (12, 0),  # RTX 5070 Ti, RTX PRO 6000
 }
 
+EMULATED = "sm_90a"  # whose PTX is kept for `emulator`
 SHARES = 2  # processes that `collect` starts
 
 # Shared memory that a block can have, static and dynamic: bytes.
@@ -121,21 +122,31 @@ def parse_sass(text: str) -> dict[str, int]:
     }
 
 
-def compile_ptx(variant, targets: list[str], folder: Path) -> list[Path]:  # noqa: ANN001 (Variant needs Numba)
-    """PTX files of one variant, one a target. Typing and lowering, most of the time, are done once for all."""
+def stand_in(target: tuple) -> None:
+    """Answer for a device that is not there.
+
+    Numba asks the current one for its capability when a kernel calls a device function, although it was told.
+    """
     from numba.cuda import dispatcher
 
-    from kdtree.kernels import assemble
+    dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=target)
+
+
+def compile_ptx(variant, targets: list[str], folder: Path) -> list[Path]:  # noqa: ANN001 (Variant needs Numba)
+    """PTX files of one variant, one a target. Typing and lowering, most of the time, are done once for all."""
+    from kdtree.kernels import assemble, cubin_cache
 
     first = TARGETS[targets[0]]
-    # Numba asks the current device for its capability when a kernel calls a device function, although the
-    # capability is named below. There is no device here: the target answers.
-    dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=first)
+    stand_in(first)
     code = assemble.library(variant.kernel, variant.words, first)
     paths = []
     for target in targets:
         paths.append(folder / f"{variant.op}-{len(list(folder.iterdir()))}.ptx")
-        paths[-1].write_text(assemble.ptx(code, variant.kernel, variant.words, TARGETS[target]))
+        text = assemble.ptx(code, variant.kernel, variant.words, TARGETS[target])
+        paths[-1].write_text(text)
+        if target == EMULATED and variant.kernel.dynamic_shared:  # a kernel on tensor cores
+            kept = (*TARGETS[target], "ptx")
+            cubin_cache.keep(variant.kernel, variant.words, kept, text.encode(), code._entry_name)
     return paths
 
 

@@ -49,6 +49,12 @@ def machine_code(
     return found
 
 
+def keep(kernel: Any, words: tuple[str, ...], target: tuple, code: bytes, entry: str) -> None:
+    """Put what was compiled otherwise where `machine_code` finds it."""
+    if path := _path(kernel, words, target):
+        _write(path, code, entry)
+
+
 def folder() -> Path:
     """Where the files lie."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kdtree" / "cubins"

@@ -222,7 +222,9 @@ class Kernel:
         """
         if 0 in grid:
             return
-        if SIMULATED:
+        if emulated is not None:
+            emulated.launch(self, grid, args)
+        elif SIMULATED:
             self._simulate(grid, args)
         else:
             guard(lambda: self._launch(grid, args, stream), self.name)
@@ -302,6 +304,9 @@ def current_device() -> int:
     return found if found >= 0 else cuda.get_current_device().id
 
 
+emulated: Any = None  # an `emulator.Device` that launches go to, while one is installed
+
+
 def capability() -> tuple[int, int]:
     """Compute capability of the current device; (0, 0) in the simulator."""
     return (0, 0) if SIMULATED else driver.capability(current_device())
@@ -309,6 +314,8 @@ def capability() -> tuple[int, int]:
 
 def sm_count() -> int:
     """Streaming multiprocessors of the current device; 1 in the simulator."""
+    if emulated is not None:
+        return emulated.sms
     return 1 if SIMULATED else driver.sm_count(current_device())
 
 
@@ -338,6 +345,8 @@ def workspace(nbytes: int, stream: int, like: View) -> Workspace:
     Growing allocates, so call an op once before capturing it in a CUDA graph. Outgrown blocks are kept: a graph
     captured earlier still points to them.
     """
+    if emulated is not None:
+        return emulated.workspace(nbytes)
     key = (0 if SIMULATED else current_device(), stream)
     blocks = _workspaces.setdefault(key, [])
     if not blocks or blocks[-1].nbytes < nbytes:
@@ -353,6 +362,8 @@ def counters(count: int, stream: int) -> Operand:
 
     Memory of its own beside `workspace`, which nobody leaves in order. May be called while a stream is captured.
     """
+    if emulated is not None:
+        return emulated.counters(count)
     key = (current_device(), stream)
     blocks = _counters.setdefault(key, [])
     if not blocks or blocks[-1][1] < count:

@@ -55,7 +55,7 @@ def _call(builder: Any, function: Any, ptx: str, constraints: str, args: list, *
     What a warp or warpgroup executes together is marked convergent: LLVM may otherwise copy it into both branches of
     a neighbouring `if`, where only some of the threads arrive.
     """
-    together = ".sync" in ptx or ptx.startswith("bar.")
+    together = ".sync" in ptx or ptx.startswith(("bar.", "barrier."))
     asm = ir.InlineAsm(function, ptx, constraints, side_effect=not pure)
     return builder.call(asm, args, attrs=("convergent",) if together else ())
 
@@ -245,6 +245,51 @@ st_shared_f32 = _op("st_shared_f32", "st.shared.f32 [$0], $1;", "rf", doc="Store
 st_shared_v2_f32 = _op("st_shared_v2_f32", "st.shared.v2.f32 [$0], {$1, $2};", "rff", doc="Store 8 bytes.")
 st_shared_v4_f32 = _op("st_shared_v4_f32", "st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "rffff", doc="Store 16 bytes.")
 st_shared_v4_b32 = _op("st_shared_v4_b32", "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "rrrrr", doc="Store 16 bytes.")
+
+# ---- clusters: the shared memory of neighbouring blocks (sm_90) ----
+
+cluster_rank = _op(
+    "cluster_rank", "mov.u32 $0, %cluster_ctarank;", "", "r", target=HOPPER, doc="This block's number in its cluster."
+)
+map_shared = _op(
+    "map_shared",
+    "mapa.shared::cluster.u32 $0, $1, $2;",
+    "rr",
+    "r",
+    target=HOPPER,
+    pure=True,
+    doc="Shared-memory address `$1` in block `$2` of the cluster, for `ld_cluster_…` and `st_cluster_…`. That block "
+    "must have begun, and must not end before the access is over.",
+)
+ld_cluster_v4_b32 = _op(
+    "ld_cluster_v4_b32",
+    "ld.shared::cluster.v4.b32 {$0, $1, $2, $3}, [$4];",
+    "r",
+    "rrrr",
+    target=HOPPER,
+    doc="Load 16 bytes from a block of the cluster.",
+)
+st_cluster_v2_f32 = _op(
+    "st_cluster_v2_f32",
+    "st.shared::cluster.v2.f32 [$0], {$1, $2};",
+    "rff",
+    target=HOPPER,
+    doc="Store 8 bytes to a block of the cluster.",
+)
+cluster_arrive = _op(
+    "cluster_arrive",
+    "barrier.cluster.arrive.release.aligned;",
+    "",
+    target=HOPPER,
+    doc="Arrive at the cluster's barrier: what this thread wrote is seen by who waits. All threads of all blocks do.",
+)
+cluster_wait = _op(
+    "cluster_wait",
+    "barrier.cluster.wait.acquire.aligned;",
+    "",
+    target=HOPPER,
+    doc="Wait until all threads of all blocks of the cluster have arrived. Each arrival has its wait.",
+)
 
 # ---- barriers between warps and blocks ----
 

@@ -1,7 +1,8 @@
 """Each PTX intrinsic at work: a tiny kernel, its inputs and what it must write. Usage notes and test in one.
 
-This file holds scalars, memory, barriers and cp.async; `ptx_probes_tensor` mbarriers, TMA and the tensor cores.
-`all_probes()` is both. A probe writes every element of `out`; inputs are chosen so that results are exact.
+This file holds scalars, memory, barriers and cp.async; `ptx_probes_cluster` clusters; `ptx_probes_tensor` mbarriers,
+TMA and the tensor cores. `all_probes()` is all of them. A probe writes every element of `out`; inputs are chosen so
+that results are exact.
 `ptx_compile` compiles them without a GPU.
 """
 
@@ -73,7 +74,7 @@ PROBES: dict[str, Probe] = {}
 
 def all_probes() -> dict[str, Probe]:
     """Name of an instruction -> the probe that shows it."""
-    from kdtree.kernels import ptx_probes_tensor  # noqa: F401  (adds its own)
+    from kdtree.kernels import ptx_probes_cluster, ptx_probes_tensor  # noqa: F401  (each adds its own)
 
     return PROBES
 
@@ -87,12 +88,13 @@ def probe(
     threads: int = 32,
     blocks: int = 1,
     shared: int = 0,
+    cluster: int = 1,
     min_blocks: int = 0,
     rtol: float = 0.0,
 ) -> Callable[[Callable], Callable]:
     """Makes the function below it the probe of the instruction it is named after, and of those in `also`.
 
-    shared: bytes of dynamic shared memory.
+    shared: bytes of dynamic shared memory. cluster: of so many of the blocks.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -102,6 +104,7 @@ def probe(
             name=f"ptx.{names[0]}",
             threads=threads,
             dynamic_shared=shared,
+            cluster=cluster,
             min_blocks=min_blocks,
             targets=(_lowest(names),),
         )

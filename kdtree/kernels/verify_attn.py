@@ -3,12 +3,14 @@
 Contract: `kdtree.ref.verify_attn`. A *row* is one (slot, head) pair: N·H rows a request, all reading the same
 latent KV rows. Per call: 2·B·H·N·(L+N)·(E+C) FLOP; the floor in bytes is q + out + each KV row once.
 
-Ladder, a module each: `verify_simt`, `verify_mma`, `verify_wgmma`
+Ladder, a module each: `verify_simt`, `verify_mma`, `verify_cluster`, `verify_wgmma`
     simt    a block stages a tile of KV rows in shared memory once for ROWS rows (slots and heads alike) and keeps their
             outputs in registers. The KV range is split over blocks where rows alone would not fill the GPU; a second
             launch joins the splits by log-sum-exp. No tensor cores, no warp primitives: the readable one.
     mma     64 rows share a KV tile, and both products run on tensor cores by mma.sync. Q stays in registers, split by
             columns over four warps; the next tile is under way by cp.async while this one is worked on.
+    cluster Hopper, for short caches, by name only until it has been timed: eight blocks share a row tile, by KV rows
+            for the scores and by columns for the values, and exchange P through each other's shared memory.
     wgmma   Hopper: a warpgroup computes scores and softmax, two compute P·V, and TMA keeps a ring of tiles filled. The
             KV tiles of all requests are cut into equal shares, and partial results are joined in the same launch.
 """
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 
 from kdtree._cuda import SIMULATED
 from kdtree.arrays import View
-from kdtree.kernels import launch, verify_mma, verify_simt, verify_wgmma
+from kdtree.kernels import launch, verify_cluster, verify_mma, verify_simt, verify_wgmma
 from kdtree.kernels.launch import Operand, Variant
 from kdtree.spec import VERIFY_ATTN_IMPLS
 
@@ -62,7 +64,7 @@ def unfit(impl: str, asked: Asked) -> str:
     if SIMULATED:
         return "the simulator has no tensor cores, expected simt"
     have = "sm_{}{}".format(*asked.capability)
-    if impl == "wgmma" and asked.capability != (9, 0):
+    if impl in ("cluster", "wgmma") and asked.capability != (9, 0):
         return f"the device is {have}, expected sm_90"
     if asked.capability < (8, 0):
         return f"the device is {have}, expected sm_80 or later"
@@ -74,7 +76,7 @@ def unfit(impl: str, asked: Asked) -> str:
         return "the cache has no rows"
     if not asked.aligned:
         return "q, kv or out does not lie at a multiple of 16 bytes"
-    if impl == "wgmma":
+    if impl in ("cluster", "wgmma"):
         page = asked.page_size
         if page % 64 and not (page >= 8 and 64 % page == 0):
             return f"pages have {page} rows, expected a multiple of 64, or 8, 16 or 32"
@@ -145,10 +147,11 @@ def verify_attn(
 _LAUNCHERS: dict[str, Callable[..., None]] = {
     "simt": verify_simt.launch,
     "mma": verify_mma.launch,
+    "cluster": verify_cluster.launch,
     "wgmma": verify_wgmma.launch,
 }
 
 
 def variants() -> list[Variant]:
     """What is shipped."""
-    return verify_simt.variants() + verify_mma.variants() + verify_wgmma.variants()
+    return verify_simt.variants() + verify_mma.variants() + verify_cluster.variants() + verify_wgmma.variants()

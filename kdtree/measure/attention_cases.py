@@ -24,7 +24,8 @@ from kdtree.spec import K26_SCALE
 
 OP = "verify_attn"
 DTYPES, PAGES = ("bfloat16", "float16"), (0, 1, 16, 64)
-TAKEN = {"mma": PAGES, "wgmma": (0, 8, 16, 64)}  # pages that a kernel takes: every size of tree has to meet those
+# Pages that a kernel takes: every size of tree has to meet those.
+TAKEN = {"mma": PAGES} | dict.fromkeys(("cluster", "wgmma"), (0, 8, 16, 64))
 HEADS = (8, 9, 16, 64)  # 9: no tile of rows begins with a slot
 RAGGED = [0, 1, 63, 64, 65, 500]  # prefix lengths around the edge of a tile of 64
 WIDTHS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "scale": K26_SCALE}

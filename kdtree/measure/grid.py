@@ -92,7 +92,7 @@ def measure(first: dict[str, Any]) -> list[dict[str, Any]]:
     first["floor_us"] = sweep.floor_us(first["flop"], first["bytes"])
     chosen = impls.dispatched(params)
     rows, ready = [], {}
-    for name in dict.fromkeys((*impls.TENSOR_CORES, chosen)):
+    for name in dict.fromkeys((*(n for n in impls.TENSOR_CORES if impls.worth_timing(n, params)), chosen)):
         row = first | {"impl": impls.label(name), "dispatched": name == chosen}
         reason, first_call = timing.first_call(partial(impls.refused, setup.by(name).run))
         if reason:

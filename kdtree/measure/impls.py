@@ -14,7 +14,8 @@ from kdtree.device import gpu_available
 from kdtree.spec import K26_SCALE, VERIFY_ATTN_IMPLS
 
 NAMES = VERIFY_ATTN_IMPLS
-TENSOR_CORES = ("mma", "wgmma")
+TENSOR_CORES = ("mma", "cluster", "wgmma")
+SHORT = 4096  # cache rows: beyond, `cluster` is not what one would measure
 AUTO = "numba:auto"
 
 
@@ -37,6 +38,12 @@ def refused(run: Callable[[], Any]) -> str | None:
             raise
         return str(error)
     return None
+
+
+def worth_timing(impl: str, params: Mapping[str, Any]) -> bool:
+    """Is a kernel in its own field at a shape? `cluster` is made for few rows and short caches."""
+    row_tiles = params["B"] * -(-params["N"] * params["H"] // 64)
+    return impl != "cluster" or (capacity(params) <= SHORT + 128 and row_tiles <= 4 * 16)
 
 
 def capacity(params: Mapping[str, Any]) -> int:

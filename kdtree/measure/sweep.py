@@ -91,9 +91,10 @@ def _asked(op: str, metric: str, profile: str) -> Iterator[tuple[dict[str, Any],
     for params in shapes(op, profile):
         yield params, impls.label("mma") if several else IMPL
         if several and metric == "memory":
-            yield from ((params, impls.label(name)) for name in ("simt", "wgmma"))
+            others = [n for n in impls.NAMES if n != "mma" and impls.worth_timing(n, params)]
+            yield from ((params, impls.label(name)) for name in others)
     if op == "verify_attn" and metric == "memory" and profile == "full":
-        yield from ((LARGE, impls.label(name)) for name in impls.NAMES)
+        yield from ((LARGE, impls.label(name)) for name in impls.NAMES if impls.worth_timing(name, LARGE))
 
 
 def _measured(work: Any, first: dict[str, Any], metric: str) -> list[dict[str, Any]]:
@@ -235,7 +236,8 @@ def _kernels(op: str, params: dict[str, Any], chosen: str | None) -> list[tuple[
     if op != "verify_attn":
         return [(IMPL, None)]
     few = params == REFERENCE[op] or roofline.flop_bytes(op, params)[0] <= SIMT_FLOP
-    return [(impls.label(n), n) for n in impls.NAMES if n != "simt" or few or chosen == "simt"]
+    timed = {n for n in impls.NAMES if (few if n == "simt" else impls.worth_timing(n, params))} | {chosen}
+    return [(impls.label(n), n) for n in impls.NAMES if n in timed]
 
 
 def _tried(setup: Setup, want: dict[str, Any], row: dict[str, Any], label: str) -> _Ours | dict[str, Any]:
