@@ -20,7 +20,7 @@ from kdtree.emulator.warp import Deadlock, Warp
 
 MBARRIERS = 48  # of a block, at most
 MAP_SPACE = 1 << 60  # generic addresses of parameters that are tensor maps
-IDLE_ROUNDS = 2000  # in which warps ran but only looked at global memory
+IDLE_ROUNDS = 100_000  # of all warps, in which none has ended
 
 
 class Cluster:
@@ -172,7 +172,7 @@ class Machine:
             self._run([warp for block in blocks for warp in block.warps])
         found = {key: text for block in blocks for key, text in block.shared.found.items()}
         if found:
-            raise Race("\n".join(f"{text}" for _, text in sorted(found.items())))
+            raise Race("\n".join(text for _, text in sorted(found.items())))
 
     def _run(self, warps: list[Warp]) -> None:
         idle = 0
@@ -191,8 +191,11 @@ class Machine:
             if any(w.done for w in warps):
                 warps = [w for w in warps if not w.done]
                 idle = 0
+                for copy in self.in_flight:
+                    if all(w.done for w in copy.block.warps):
+                        raise RuntimeError(f"block {copy.block.index} has ended while a copy into it is under way")
             idle += 1
-            if idle > IDLE_ROUNDS * 50:
+            if idle > IDLE_ROUNDS:
                 raise Deadlock(f"no warp has ended for long: {'; '.join(map(str, warps[:8]))}")
 
     def _land(self) -> None:

@@ -226,9 +226,7 @@ class Warp:
         buffer, at = self.machine.memory.places(addresses[lanes], size * len(registers))
         for i, register in enumerate(registers):
             values = np.zeros(LANES, dtype=f"u{size}")
-            values[lanes] = np.ascontiguousarray(
-                buffer[(at + i * size)[:, None] + np.arange(size)]
-            ).view(f"u{size}")[:, 0]  # fmt: skip
+            values[lanes] = buffer[(at + i * size)[:, None] + np.arange(size)].view(f"u{size}")[:, 0]
             self.set(register, values, mask)
         self.stop = True  # another warp may have its turn: this is how one waits for another block
 

@@ -9,7 +9,7 @@ Ladder, a module each: `verify_simt`, `verify_mma`, `verify_cluster`, `verify_wg
             launch joins the splits by log-sum-exp. No tensor cores, no warp primitives: the readable one.
     mma     64 rows share a KV tile, and both products run on tensor cores by mma.sync. Q stays in registers, split by
             columns over four warps; the next tile is under way by cp.async while this one is worked on.
-    cluster Hopper, for short caches, by name only until it has been timed: eight blocks share a row tile, by KV rows
+    cluster Hopper, for short caches, by name only until it has been timed: 8 or 4 blocks share a row tile, by KV rows
             for the scores and by columns for the values, and exchange P through each other's shared memory.
     wgmma   Hopper: a warpgroup computes scores and softmax, two compute P·V, and TMA keeps a ring of tiles filled. The
             KV tiles of all requests are cut into equal shares, and partial results are joined in the same launch.

@@ -1,21 +1,22 @@
-"""verify_attn on Hopper for short caches: eight blocks share one row tile, and no partial result leaves the chip.
+"""verify_attn on Hopper for short caches: a few blocks share one row tile, and no partial result leaves the chip.
 
-A cluster of eight blocks works on 64 query rows (row = slot·H + head). In a *round* of up to 16 KV tiles
+A cluster of n blocks, 8 or 4, works on 64 query rows (row = slot·H + head). In a *round* of up to 2·n KV tiles
 
-    scores   block r computes S = Q·Kᵀ of tiles r and 8 + r, a warpgroup each, and their softmax
-    values   block r computes columns 64·r … of O += P·V for all tiles, and reads P of the others in their shared memory
+    scores   block r computes S = Q·Kᵀ of tiles r and n + r, a warpgroup each, and their softmax
+    values   block r computes 512 / n columns of O += P·V for all tiles, with P of the others in their shared memory
 
 so the tiles are shared out twice, by rows and then by columns, and what crosses between blocks is P: 8 KiB a tile,
 where a split of the KV range would exchange 128 KiB of partial outputs. P of a tile is relative to that tile's maxima;
 its product is brought to the scale of all tiles in float32, when it is added.
 
 Shared memory: Q, 9 chunks of 64 rows x 128 bytes, and two buffers of 9 chunks, one a warpgroup. A buffer holds a K
-tile; then P of that tile in its first chunk and the block's columns of eight V tiles in the others.
+tile; then P of that tile in its first chunk and the block's columns of n V tiles in the others.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -23,14 +24,14 @@ import numpy as np
 
 from kdtree._cuda import SIMULATED, cuda
 from kdtree.arrays import View
-from kdtree.kernels.launch import Kernel, Operand, TensorMap, Variant, word_of
+from kdtree.kernels.launch import Kernel, Operand, TensorMap, Variant, sm_count, word_of
 from kdtree.kernels.verify_ring import CHUNK, WIDTH
 from kdtree.kernels.verify_wgmma import page_mode
 
 f32, i32, i64 = np.float32, np.int32, np.int64
 
-CLUSTER = 8  # blocks a row tile; 512 / 8 = 64 columns of V each
-ROUND = 16  # KV tiles a round, one for each warpgroup of the cluster
+SIZES = (8, 4)  # blocks a row tile
+MOST = 16  # KV tiles a round, one for each warpgroup of a cluster
 THREADS = 256  # two warpgroups
 CHUNKS = 9  # of a row of 576
 NEG = f32(-math.inf)
@@ -41,24 +42,31 @@ Q = 0
 BUFFERS = CHUNKS * CHUNK
 BUFFER = CHUNKS * CHUNK
 STATS = BUFFERS + 2 * BUFFER  # of a round's tiles: {maximum, sum} of 64 rows each
-BAD = STATS + ROUND * 64 * 8  # of each warpgroup's tile: a page that is none
+BAD = STATS + MOST * 64 * 8  # of each warpgroup's tile: a page that is none
 BARS = BAD + 16
 SHARED_BYTES = BARS + 128
 Q_FULL, K_FULL, V_FULL = BARS, BARS + 24, BARS + 72  # by thirds of the columns; and by warpgroup; by buffer
 
 
 @functools.cache
-def cluster(dtype: str, mode: str) -> Kernel:
-    """The kernel for q, kv and out of `dtype`. For `mode` see `verify_wgmma.page_mode`."""
+def cluster(dtype: str, mode: str, size: int) -> Kernel:
+    """The kernel for q, kv and out of `dtype`, `size` blocks a row tile. For `mode` see `verify_wgmma.page_mode`."""
     from kdtree.kernels import ptx, verify_plan
     from kdtree.kernels.hopper import described, operand, wait
 
     extent, _, window, _ = verify_plan.device_functions()
     qk = ptx.wgmma_ss(64, dtype)
-    pv = ptx.wgmma_rs(64, dtype, transposed_b=True)
+    pv = ptx.wgmma_rs(WIDTH // size, dtype, transposed_b=True)
     pack = ptx.cvt_bf16x2 if dtype == "bfloat16" else ptx.cvt_f16x2
     q_map, kv_map, chunk_map = (ptx.tensor_map_address(i) for i in range(3))
     paged, parts = mode != "rows", mode == "part"
+    wide = 8 // size  # chunks of V a block
+    a_round = 2 * size  # KV tiles
+    groups = 8 * wide  # of 8 columns, four accumulators a thread each
+    accumulators = 4 * groups
+    turns = size // 2  # tiles that a warpgroup multiplies with one buffer of V
+    fragments = 16 * turns  # words of P
+    told_by = size // 4  # blocks that one of a row's four lanes tells of its maximum
 
     @cuda.jit(device=True, inline="always")
     def pages_of(at, lane, b, start, end, page_table, page_size, max_pages, n_pages):
@@ -113,7 +121,7 @@ def cluster(dtype: str, mode: str) -> Kernel:
 
     @cuda.jit(device=True, inline="always")
     def load_values(base, g, rank, first, count, lane, b, start, end, page_table, page_size, max_pages, n_pages):
-        """One warp copies columns 64·rank … of `count` tiles from cache row `first` on to buffer g, behind its P."""
+        """One warp copies the block's columns of `count` tiles from cache row `first` on to buffer g, behind its P."""
         full = i32(base + V_FULL + g * 8)
         into = i32(base + BUFFERS + g * BUFFER + CHUNK)
         # One arrival, ahead of all bytes: they are counted as the tiles are looked up.
@@ -123,18 +131,21 @@ def cluster(dtype: str, mode: str) -> Kernel:
             row, page, low, high, _ = pages_of(at, lane, b, start, end, page_table, page_size, max_pages, n_pages)
             if ptx.elect_one() != 0:
                 if parts:
-                    ptx.mbarrier_expect_tx(full, (high - low) * page_size * 128)
+                    ptx.mbarrier_expect_tx(full, (high - low) * page_size * 128 * wide)
                 else:
-                    ptx.mbarrier_expect_tx(full, CHUNK)
-                    ptx.cp_async_bulk_tensor_4d(i32(into + i * CHUNK), chunk_map(), 0, row, rank, page, full)
+                    ptx.mbarrier_expect_tx(full, CHUNK * wide)
+                    for w in range(wide):
+                        to = i32(into + (i * wide + w) * CHUNK)
+                        ptx.cp_async_bulk_tensor_4d(to, chunk_map(), 0, row, rank * wide + w, page, full)
             ptx.warp_sync()
             if parts:
                 if low <= lane and lane < high:
-                    to = i32(into + i * CHUNK + lane * page_size * 128)
-                    ptx.cp_async_bulk_tensor_4d(to, chunk_map(), 0, 0, rank, page, full)
+                    for w in range(wide):
+                        to = i32(into + (i * wide + w) * CHUNK + lane * page_size * 128)
+                        ptx.cp_async_bulk_tensor_4d(to, chunk_map(), 0, 0, rank * wide + w, page, full)
                 ptx.warp_sync()
             i = i32(i + 1)
-        while i < 8:  # a phase has eight arrivals
+        while i < size:  # so many arrivals has a phase
             if ptx.elect_one() != 0:
                 ptx.mbarrier_arrive(full)
             i = i32(i + 1)
@@ -157,7 +168,7 @@ def cluster(dtype: str, mode: str) -> Kernel:
 
     @cuda.jit(device=True, inline="always")
     def multiply(d, p, n, values):
-        """D = P·V of one tile, 64 columns."""
+        """D = P·V of one tile."""
         for j in range(4):
             i = n * 16 + j * 4
             pv(d, p[i], p[i + 1], p[i + 2], p[i + 3], described(values + np.uint32(j * 128), 1024), i32(j))
@@ -189,7 +200,7 @@ def cluster(dtype: str, mode: str) -> Kernel:
         g = ptx.shfl_idx(i32(tid >> 7), 0)  # warpgroup; uniform, or ptxas serialises every wgmma
         warp = ptx.shfl_idx(i32((tid >> 5) & 3), 0)  # of its warpgroup
         rank = ptx.cluster_rank()
-        item = ptx.div_u32(i32(cuda.blockIdx.x), CLUSTER)
+        item = ptx.div_u32(i32(cuda.blockIdx.x), size)
         b = ptx.div_u32(item, row_tiles)
         m0 = i32((item - b * row_tiles) * 64)
         ptx.cluster_arrive()  # whoever waits for it knows that all blocks have begun
@@ -198,7 +209,7 @@ def cluster(dtype: str, mode: str) -> Kernel:
                 for i in range(9):
                     ptx.mbarrier_init(base + Q_FULL + i * 8, 1)  # Q_FULL, K_FULL
                 for i in range(2):
-                    ptx.mbarrier_init(base + V_FULL + i * 8, 8)
+                    ptx.mbarrier_init(base + V_FULL + i * 8, size)
                 ptx.fence_mbarrier_init()
                 for third in range(3):
                     ptx.mbarrier_expect_tx(base + Q_FULL + third * 8, 3 * CHUNK)
@@ -216,17 +227,17 @@ def cluster(dtype: str, mode: str) -> Kernel:
         t = i32(tid & 127)
         buffer = i32(base + BUFFERS + g * BUFFER)
         s = cuda.local.array(32, f32)
-        o = cuda.local.array(32, f32)
-        d = cuda.local.array(32, f32)
-        p = cuda.local.array(64, i32)
-        for i in range(32):
+        o = cuda.local.array(accumulators, f32)
+        d = cuda.local.array(accumulators, f32)
+        p = cuda.local.array(fragments, i32)
+        for i in range(accumulators):
             o[i] = f32(0.0)
         top_a, top_b, sum_a, sum_b = NEG, NEG, f32(0.0), f32(0.0)
         began = False
         done = i32(0)  # tiles of earlier rounds
         turn = i32(0)
         while done < tiles:
-            mine = i32(done + g * CLUSTER + rank)
+            mine = i32(done + g * size + rank)
             # ---- scores of one tile
             if mine < tiles:
                 at = i32((first + mine) * 64)
@@ -248,11 +259,11 @@ def cluster(dtype: str, mode: str) -> Kernel:
                             )
                     ptx.wgmma_commit()
                 ptx.wgmma_wait_0()
-            here = i32(min(i32(tiles - done), ROUND))
-            # ---- this block's columns of V: tiles 0 … 7 to buffer 1, which is free when there are no more, others to 0
+            here = i32(min(i32(tiles - done), a_round))
+            # ---- this block's columns of V: the first tiles to buffer 1, free when there are no more, others to 0
             if warp == 0:
-                count = min(here, i32(8)) if g == 1 else max(i32(here - 8), i32(0))
-                begin = i32((first + done + (0 if g == 1 else 8)) * 64)
+                count = min(here, i32(size)) if g == 1 else max(i32(here - size), i32(0))
+                begin = i32((first + done + (0 if g == 1 else size)) * 64)
                 load_values(base, g, rank, begin, count, lane, b, start, end, page_table, page_size, max_pages, n_pages)
             if mine < tiles:
                 at = i32((first + mine) * 64)
@@ -301,10 +312,10 @@ def cluster(dtype: str, mode: str) -> Kernel:
                         add_a, add_b = f32(math.nan), f32(math.nan)
                 if not began:
                     ptx.cluster_wait()
-                # A lane of a row's four tells two blocks of its maximum and sum.
-                told = i32(base + STATS + (g * CLUSTER + rank) * 512 + row0 * 8)
-                for i in range(2):
-                    to = ptx.map_shared(told, i32((lane & 3) * 2 + i))
+                # Each lane of a row's four tells some blocks of its maximum and sum.
+                told = i32(base + STATS + (g * size + rank) * 512 + row0 * 8)
+                for i in range(told_by):
+                    to = ptx.map_shared(told, i32((lane & 3) * told_by + i))
                     ptx.st_cluster_v2_f32(to, high_a, add_a)
                     ptx.st_cluster_v2_f32(i32(to + 64), high_b, add_b)
             elif not began:
@@ -323,7 +334,7 @@ def cluster(dtype: str, mode: str) -> Kernel:
             zero_b = f32(0.0) if top_b == NEG else top_b
             shrink_a, shrink_b = ptx.ex2_approx(before_a - zero_a), ptx.ex2_approx(before_b - zero_b)
             sum_a, sum_b = sum_a * shrink_a, sum_b * shrink_b
-            for j in range(8):
+            for j in range(groups):
                 o[j * 4] *= shrink_a
                 o[j * 4 + 1] *= shrink_a
                 o[j * 4 + 2] *= shrink_b
@@ -333,26 +344,28 @@ def cluster(dtype: str, mode: str) -> Kernel:
                 m_b, l_b = ptx.ld_shared_v2_f32(i32(stats + i * 512 + 64))
                 sum_a += ptx.ex2_approx(m_a - zero_a) * l_a
                 sum_b += ptx.ex2_approx(m_b - zero_b) * l_b
-            # ---- O += P·V, every other tile a warpgroup: P of four tiles is fetched, then they are multiplied
+            # ---- O += P·V, every other tile a warpgroup: P of some tiles is fetched, then they are multiplied
             of = i32(0)
-            while of * CLUSTER < here:
-                for n in range(4):
-                    i = i32(of * CLUSTER + g + 2 * n)
+            while of * size < here:
+                for n in range(turns):
+                    i = i32(of * size + g + 2 * n)
                     if i < here:
                         weights = i32(base + BUFFERS + of * BUFFER + t * 16)
                         fetch(p, n, ptx.map_shared(weights, i32(g + 2 * n)))
                 wait(base + V_FULL + (1 - of) * 8, turn & 1)
-                for n in range(4):
-                    i = i32(of * CLUSTER + g + 2 * n)
+                for n in range(turns):
+                    i = i32(of * size + g + 2 * n)
                     if i < here:
                         at = i32((first + done + i) * 64)
-                        values = i32(base + BUFFERS + (1 - of) * BUFFER + CHUNK + (g + 2 * n) * CHUNK)
+                        values = i32(base + BUFFERS + (1 - of) * BUFFER + CHUNK + (g + 2 * n) * wide * CHUNK)
                         if at < start or i32(at + 64) > end:
                             # A weight of 0 does not silence NaN: rows that are not the request's become 0.
                             r = i32(t >> 3)
                             while r < 64:
                                 if i32(at + r) < start or i32(at + r) >= end:
-                                    ptx.st_shared_v4_b32(i32(values + r * 128 + (t & 7) * 16), 0, 0, 0, 0)
+                                    for w in range(wide):
+                                        to = i32(values + w * CHUNK + r * 128 + (t & 7) * 16)
+                                        ptx.st_shared_v4_b32(to, 0, 0, 0, 0)
                                 r = i32(r + 16)
                             ptx.fence_proxy_async()
                             ptx.bar_sync(i32(1 + g), 128)
@@ -363,13 +376,13 @@ def cluster(dtype: str, mode: str) -> Kernel:
                         m_b, _ = ptx.ld_shared_v2_f32(i32(stats + i * 512 + 64))
                         f_a, f_b = ptx.ex2_approx(m_a - zero_a), ptx.ex2_approx(m_b - zero_b)
                         ptx.wgmma_wait_0()
-                        for j in range(8):
+                        for j in range(groups):
                             o[j * 4] += f_a * d[j * 4]
                             o[j * 4 + 1] += f_a * d[j * 4 + 1]
                             o[j * 4 + 2] += f_b * d[j * 4 + 2]
                             o[j * 4 + 3] += f_b * d[j * 4 + 3]
                 of = i32(of + 1)
-            done = i32(done + ROUND)
+            done = i32(done + a_round)
             turn = i32(turn + 1)
             # Nobody reads this block's P any more, and what comes next may be copied over it.
             ptx.fence_proxy_async()
@@ -383,7 +396,7 @@ def cluster(dtype: str, mode: str) -> Kernel:
         if g == 1:
             for third in range(3):  # this is Q's place, and in a block without a tile nobody has waited for Q yet
                 wait(base + Q_FULL + third * 8, 0)
-            for j in range(8):
+            for j in range(groups):
                 ptx.st_shared_v4_f32(
                     i32(base + Q + j * 2048 + t * 16), o[j * 4], o[j * 4 + 1], o[j * 4 + 2], o[j * 4 + 3]
                 )
@@ -405,8 +418,8 @@ def cluster(dtype: str, mode: str) -> Kernel:
                     place = i64(b) * n_rows + row
                     if rank == 0 and (lane & 3) == 0:
                         lse[place] = log
-                    to = ptx.address(out) + 2 * (place * WIDTH + rank * 64 + (lane & 3) * 2)
-                    for j in range(8):
+                    to = ptx.address(out) + 2 * (place * WIDTH + rank * 64 * wide + (lane & 3) * 2)
+                    for j in range(groups):
                         other = i32(base + Q + j * 2048 + t * 16 + half * 8)
                         x, y = ptx.ld_shared_v2_f32(other)
                         x, y = x + o[j * 4 + half * 2], y + o[j * 4 + half * 2 + 1]
@@ -418,13 +431,19 @@ def cluster(dtype: str, mode: str) -> Kernel:
 
     return Kernel(
         verify_attn_cluster,
-        name=f"verify_attn.cluster[{dtype},{mode}]",
+        name=f"verify_attn.cluster[{dtype},{mode},{size}]",
         threads=THREADS,
         min_blocks=1,
         dynamic_shared=SHARED_BYTES,
         targets=("sm_90a",),
-        cluster=CLUSTER,
+        cluster=size,
     )
+
+
+def plan(batch: int, n_rows: int, sm_count: int) -> int:
+    """Blocks a row tile: the larger cluster as long as all of them run at once."""
+    items = batch * -(-n_rows // 64)
+    return SIZES[0] if items * SIZES[0] <= sm_count else SIZES[1]
 
 
 def workspace_bytes(params: dict[str, Any], sms: int) -> int:
@@ -473,17 +492,17 @@ def launch(
         outs["out"],
         outs["lse"],
     )
-    kernel = cluster(dtype, page_mode(height if is_paged else 0))
-    kernel.launch((batch * row_tiles * CLUSTER,), args, stream=stream)
+    size = plan(batch, n_rows, sm_count())
+    kernel = cluster(dtype, page_mode(height if is_paged else 0), size)
+    kernel.launch((batch * row_tiles * size,), args, stream=stream)
 
 
 def variants() -> list[Variant]:
-    """What is shipped: both dtypes, three ways for the cache to lie."""
+    """What is shipped: both dtypes, three ways for the cache to lie, two sizes of cluster."""
     if SIMULATED:
         return []
     found = []
-    for d in ("bfloat16", "float16"):
-        for mode in ("rows", "page", "part"):
-            words = (*["tmap"] * 3, "*i32", "*i32", "*i32", "*u32", *["i32"] * 9, "f32", word_of(d), "*f32")
-            found.append(Variant("verify_attn", cluster(d, mode), words, f"cluster[{d},{mode}]", SHARED_BYTES))
+    for d, mode, size in itertools.product(("bfloat16", "float16"), ("rows", "page", "part"), SIZES):
+        words = (*["tmap"] * 3, "*i32", "*i32", "*i32", "*u32", *["i32"] * 9, "f32", word_of(d), "*f32")
+        found.append(Variant("verify_attn", cluster(d, mode, size), words, f"cluster[{d},{mode},{size}]", SHARED_BYTES))
     return found
