@@ -52,7 +52,9 @@ def verify_attn(
 
     Returns:
         (out [B,N,H,C] of q's dtype, lse f32[B,N,H]) with the natural-log LSE. Unused slots and rows with nothing
-        visible give 0 and -inf. A device-side length or page outside the cache gives NaN for that request.
+        visible give 0 and -inf. A device-side length or page outside the cache gives NaN for that request. NaN or
+        infinity in a used tree slot's cache row stays with the queries that see it in the reference and in "simt"; on
+        tensor cores it makes NaN of other queries of the request too, since they multiply it by a weight of 0.
 
     Raises:
         TypeError, ValueError: see `kdtree.ops`. A kernel asked for by name that cannot take the call is a ValueError

@@ -38,14 +38,14 @@ HEAD = """
 """
 
 
-def emulate(body: str, *, size: int = 64, shared: int = 2048, seeds: int = 8) -> np.ndarray:
-    """The 64 threads of one block on `body`; what is in the buffer of `size` int32 behind the parameter."""
+def emulate(body: str, *, size: int = 64, shared: int = 2048, seeds: int = 8, cluster: int = 1) -> np.ndarray:
+    """A cluster of blocks of 64 threads on `body`; what is in the buffer of `size` int32 behind the parameter."""
     program = parse(HEAD + body + "\n\tret;\n}\n", "k")
     for seed in range(seeds):
         memory = Global()
         out = np.full(size, -1, np.int32)
-        machine = Machine(program, threads=64, dynamic_shared=shared, memory=memory, seed=seed)
-        machine.launch((1,), [memory.add(out)])
+        machine = Machine(program, threads=64, dynamic_shared=shared, memory=memory, seed=seed, cluster=cluster)
+        machine.launch((cluster,), [memory.add(out)])
     return out
 
 
@@ -163,6 +163,51 @@ def test_an_mbarrier_that_nobody_arrives_at_is_a_deadlock():
 def test_an_arrival_too_many_is_found():
     with pytest.raises(RuntimeError, match="not yet|more arrivals"):
         emulate("	mbarrier.arrive.shared::cta.b64 _, [%r4];")
+
+
+def test_a_store_over_an_mbarrier_is_found():
+    with pytest.raises(BadAccess, match="writes over an mbarrier"):
+        emulate("""
+	add.s32 %r8, %r2, 0;
+	setp.ne.s32 %p1, %r1, 0;
+	@%p1 bra $L__end;
+	mbarrier.init.shared::cta.b64 [%r8], 1;
+	st.shared.u32 [%r8], %r1;
+$L__end:""")
+
+
+MEET = "	barrier.cluster.arrive.release.aligned;\n	barrier.cluster.wait.acquire.aligned;\n"
+OTHERS = """
+	mov.u32 %r5, %cluster_ctarank;
+	xor.b32 %r5, %r5, 1;
+	mapa.shared::cluster.u32 %r6, %r4, %r5;
+	ld.shared::cluster.u32 %r7, [%r6];
+	st.global.u32 [%rd3], %r7;
+"""
+
+
+def test_blocks_of_a_cluster_read_each_other_between_two_barriers():
+    assert emulate(STORE + MEET + OTHERS + MEET, cluster=2).tolist() == list(range(64))
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (STORE + OTHERS + MEET, "without knowing that it has begun"),
+        (STORE + MEET + OTHERS, "which has ended|ends, and nothing orders that"),
+        (STORE + MEET + OTHERS.replace("ld.shared::cluster", "ld.shared") + MEET, "an address of the cluster's window"),
+        ("	barrier.cluster.wait.acquire.aligned;\n", "at which it has not arrived"),
+        ("	barrier.cluster.arrive.release.aligned;\n" * 2, "without a wait in between"),
+    ],
+)
+def test_what_clusters_must_not_do_is_found(body, reason):
+    with pytest.raises(RuntimeError, match=reason):
+        emulate(body, cluster=2, seeds=1)
+
+
+def test_more_than_hopper_has_is_refused():
+    with pytest.raises(RuntimeError, match="307200 bytes of shared memory a block"):
+        emulate("", shared=300 * 1024)
 
 
 ONE_WARPGROUP = HEAD.replace(".maxntid 64", ".maxntid 128")

@@ -8,6 +8,10 @@ the generic and the asynchronous proxy, deadlocks. It says nothing of time.
     python -m kdtree.emulator --impl wgmma
 
 `program` parses PTX, `arithmetic` and `compile` turn basic blocks into NumPy, `warp`, `machine`, `tensor` and `memory`
-are the hardware, `device` runs a `launch.Kernel`, `attention` has the cases. What it leaves out: races between lanes of
-a warp and between blocks, and instructions that our kernels do not use; an unknown one is an error.
+are the hardware, `device` runs a `launch.Kernel`, `attention` has the cases.
+
+What it does not see: races between the lanes of a warp, and in global memory; a missing `wgmma.fence`, or registers
+that are written while a wgmma reads them (ptxas sees those); a proxy fence that only some lanes execute; a store of
+what was there already; what a tensor map may not be (the driver checks that). An instruction that our kernels do not
+use is an error.
 """

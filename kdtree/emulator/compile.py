@@ -152,6 +152,8 @@ class Compiler:
             data = data if isinstance(data, list) else [data]
             where = self.address(ops[1] if name == "ld" else ops[0], "u32" if shared else "u64")
             space, bytes_ = ("shared" if shared else "global"), arithmetic.width(kind) // 8
+            if "shared::cluster" in parts:
+                rest += ", window=True"
             if name == "ld":
                 return [f"w.load_{space}({self.targets(data)}, {where}, {bytes_}, {rest})"]
             return [f"w.store_{space}({self.values(data, stored(kind))}, {where}, {bytes_}, {rest})"]

@@ -18,6 +18,7 @@ from kdtree.emulator.program import DTYPES, Program
 from kdtree.emulator.tensor import Map, MBarrier, Warpgroup
 from kdtree.emulator.warp import Deadlock, Warp
 
+MOST_SHARED, MOST_CLUSTER = 227 * 1024, 8
 MBARRIERS = 48  # of a block, at most
 MAP_SPACE = 1 << 60  # generic addresses of parameters that are tensor maps
 IDLE_ROUNDS = 100_000  # of all warps, in which none has ended
@@ -39,8 +40,8 @@ class Cluster:
 
     def arrive(self, warp: Warp) -> None:
         """barrier.cluster.arrive."""
-        if warp in self.arrived:
-            raise RuntimeError(f"{warp}: arrives twice at the cluster's barrier")
+        if warp.cluster_phase is not None:
+            raise RuntimeError(f"{warp}: arrives twice at the cluster's barrier, without a wait in between")
         warp.cluster_phase = self.phase
         self.arrived.add(warp)
         joined(self.coming, warp.clock)
@@ -92,6 +93,16 @@ class Block:
                 other.blocked = ""
                 joined(other.clock, m["clock"])
 
+    def ended_early(self) -> None:
+        """When its last warp returns: has it waited for the others of the cluster to read its shared memory?"""
+        if not self.machine.races or not all(w.done for w in self.warps):
+            return
+        known = np.max([w.clock for w in self.warps], axis=0)[: self.cluster.readers, None]
+        late = np.nonzero((self.shared.reads > known).any(axis=1))[0]
+        here = {w.agent for w in self.warps} | {g.agent for g in self.warpgroups}
+        if late := [int(agent) for agent in late if int(agent) not in here]:
+            raise Race(f"block {self.index} ends, and nothing orders that behind reads of its memory by agents {late}")
+
     def make_mbarrier(self, warp: Warp, address: int, count: int, line: int) -> None:
         """mbarrier.init."""
         at = self.shared.offsets(np.array([address]), 8)[0]
@@ -99,6 +110,7 @@ class Block:
             raise RuntimeError(f"{warp}: mbarrier {at} is initialised twice, or there are more than {MBARRIERS}")
         agent = self.cluster.readers + self.rank * MBARRIERS + len(self.mbarriers)
         self.mbarriers[address] = MBarrier(count, agent, self.agents)
+        self.shared.reserved[at // 4 : at // 4 + 2] = True
 
     def mbarrier(self, address: int) -> MBarrier:
         """The mbarrier at a shared address."""
@@ -132,6 +144,11 @@ class Machine:
         seed: int = 0,
         races: bool = True,
     ):
+        if program.static_shared + dynamic_shared > MOST_SHARED or cluster > MOST_CLUSTER:
+            raise RuntimeError(
+                f"{program.static_shared + dynamic_shared} bytes of shared memory a block, {cluster} blocks a cluster: "
+                f"Hopper has at most {MOST_SHARED} and, portably, {MOST_CLUSTER}"
+            )
         self.program, self.threads, self.dynamic_shared, self.races = program, threads, dynamic_shared, races
         self.cluster = cluster
         self.memory = memory or Global()

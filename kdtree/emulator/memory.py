@@ -75,6 +75,7 @@ class Shared:
         self.bytes = np.full(-(-size // 4) * 4, 0xA5, dtype=np.uint8)  # poison
         words = len(self.bytes) // 4
         self.races = races
+        self.reserved = np.zeros(words, dtype=bool)  # mbarriers lie there
         self.found: dict[tuple[int, int, str], str] = {}  # races: lines and kind -> what happened first
         self.writer = np.full(words, -1, dtype=np.int16)
         self.epoch = np.zeros(words, dtype=np.int32)
@@ -120,7 +121,9 @@ class Shared:
             self.read_line[agent, words] = line
 
     def write(self, who: Access, words: np.ndarray, epoch: int | None = None, agent: int | None = None) -> None:
-        """Note a write; one that lands later (a copy) as of `agent` and its `epoch`."""
+        """Note a write; one that lands later (a copy) as of `agent` and its `epoch`. Raises BadAccess."""
+        if self.reserved[words].any():
+            raise BadAccess(f"line {who.line} writes over an mbarrier")
         if not self.races or len(words) == 0:
             return
         self._after_writes(who, words, "writes")

@@ -44,7 +44,8 @@ class Warp:
         self.clock[agent] = 1
         self.blocked = ""  # at a barrier, which
         self.asleep: tuple[tensor.MBarrier, int] | None = None  # until this phase ends
-        self.cluster_phase, self.meets_cluster = -1, False
+        self.cluster_phase: int | None = None  # in which it has arrived at the cluster's barrier
+        self.meets_cluster, self.has_met_cluster = False, False
         self.stop = False  # end this turn
         self.line = 0
         self.products: list[list[tensor.Operation]] = [[]]  # wgmma: groups, the last of them open
@@ -80,7 +81,7 @@ class Warp:
         if self.meets_cluster:
             if not self.block.cluster.passed(self):
                 return False
-            self.meets_cluster = False
+            self.meets_cluster, self.has_met_cluster, self.cluster_phase = False, True, None
             joined(self.clock, self.block.cluster.known)
         if self.asleep is not None:
             barrier, phase = self.asleep
@@ -149,6 +150,7 @@ class Warp:
         self._store(0)
         if any(self.products) or any(self.copies):
             raise RuntimeError(f"{self}: returned with copies or wgmma in flight")
+        self.block.ended_early()
 
     def __repr__(self) -> str:
         return f"block {self.block.index} warp {self.number} at line {self.line}"
@@ -170,16 +172,23 @@ class Warp:
 
     # ---- memory
 
-    def _shared_of(self, addresses: np.ndarray) -> tuple[Any, np.ndarray]:
-        """(shared memory, addresses in it) of addresses of this block or, all of them, of one block of the cluster."""
+    def _shared_of(self, addresses: np.ndarray, *, window: bool) -> tuple[Any, np.ndarray]:
+        """(shared memory, addresses in it) of addresses of this block or, all of them, of one block of the cluster.
+
+        window: the instruction takes addresses of the cluster's window.
+        """
         ranks = np.unique(addresses >> RANK_BITS)
         if len(ranks) > 1:
             raise BadAccess(f"{self}: one instruction reaches into the shared memory of several blocks")
         if not len(ranks) or ranks[0] == 0:
             return self.block.shared, addresses
+        if not window:
+            raise BadAccess(f"{self}: ld.shared or st.shared with an address of the cluster's window")
         if ranks[0] > len(self.block.cluster.blocks):
             raise BadAccess(f"{self}: no block {int(ranks[0]) - 1} in this cluster")
         block = self.block.cluster.blocks[int(ranks[0]) - 1]
+        if not self.has_met_cluster:
+            raise BadAccess(f"{self}: reaches into block {block.index} without knowing that it has begun")
         if block is not self.block and all(w.done for w in block.warps):
             raise BadAccess(f"{self}: reaches into the shared memory of block {block.index}, which has ended")
         return block.shared, addresses & np.uint32((1 << RANK_BITS) - 1)
@@ -192,11 +201,15 @@ class Warp:
         self.block.cluster.arrive(self)
 
     def cluster_wait(self, mask: Any, line: int) -> None:
+        if self.cluster_phase is None:
+            raise RuntimeError(f"{self}: waits at the cluster's barrier, at which it has not arrived")
         self.meets_cluster, self.stop = True, True
 
-    def load_shared(self, registers: tuple, addresses: np.ndarray, size: int, mask: Any, line: int) -> None:
+    def load_shared(
+        self, registers: tuple, addresses: np.ndarray, size: int, mask: Any, line: int, *, window: bool = False
+    ) -> None:
         lanes = lanes_of(mask)
-        shared, here = self._shared_of(addresses[lanes])
+        shared, here = self._shared_of(addresses[lanes], window=window)
         at = shared.offsets(here, size * len(registers))
         shared.read(self.who(line), shared.words(at, size * len(registers)))
         memory = shared.bytes.view(f"u{size}")
@@ -205,11 +218,13 @@ class Warp:
             values[lanes] = memory[at // size + i]
             self.set(register, values, mask)
 
-    def store_shared(self, values: tuple, addresses: np.ndarray, size: int, mask: Any, line: int) -> None:
+    def store_shared(
+        self, values: tuple, addresses: np.ndarray, size: int, mask: Any, line: int, *, window: bool = False
+    ) -> None:
         lanes = lanes_of(mask)
         for rank in np.unique(addresses[lanes] >> RANK_BITS):  # to several blocks of the cluster at once is fine
             chosen = lanes[addresses[lanes] >> RANK_BITS == rank]
-            shared, here = self._shared_of(addresses[chosen])
+            shared, here = self._shared_of(addresses[chosen], window=window)
             at = shared.offsets(here, size * len(values))
             memory = shared.bytes.view(f"u{size}")
             new = np.stack([value.view(f"u{value.dtype.itemsize}")[chosen].astype(f"u{size}") for value in values], 1)
