@@ -81,14 +81,14 @@ def test_the_broken_request_must_be_nan_and_the_others_right(guarded, damage):
                 array[b] = float("nan")
 
     guarded.spoil["mma"] = nan_there
-    original = attention_cases._break
+    original = attention_cases.break_request
 
     def spare_the_twin(moved, want, what):
         """Note what would be broken; the fake kernel could not follow it."""
         original({n: v.clone() if torch.is_tensor(v) else v.map(torch.clone) for n, v in moved.items()}, want, what)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_cases, "_break", spare_the_twin)
+        patch.setattr(attention_cases, "break_request", spare_the_twin)
         assert "NaN" in attention_cases.check(case, 1).reason  # the kernel went on as if nothing were
         broken.append(attention_cases.DAMAGED)
         assert attention_cases.check(case, 1).ok

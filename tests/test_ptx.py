@@ -9,7 +9,7 @@ import pytest
 
 from kdtree.kernels import assemble, hopper, launch, ptx, ptx_compile
 from kdtree.kernels.crosscompile import TARGETS
-from kdtree.kernels.ptx_probes import Probe, Tiled, all_probes
+from kdtree.kernels.ptx_probes import Probe, all_probes
 from kdtree.kernels.ptx_probes_tensor import swizzled
 
 PROBES = all_probes()
@@ -124,21 +124,16 @@ def launched(probe: Probe) -> np.ndarray:
     """What the probe's kernel writes. `out` is poisoned before."""
     from kdtree._cuda import cuda
 
+    kept = []
+
     def operand(memory) -> launch.Operand:
+        kept.append(memory)  # as long as the kernel runs
         return launch.Operand(memory.__cuda_array_interface__["data"][0], launch.word_of(str(memory.dtype)))
 
     out = cuda.to_device(np.frombuffer(b"\xa5" * probe.want.nbytes, probe.want.dtype))
-    arrays = [a.array if isinstance(a, Tiled) else a for a in probe.ins]
-    inputs = [out if a is None else cuda.to_device(a) for a in arrays]
-    args = [operand(out)]
-    for given, memory in zip(probe.ins, inputs, strict=True):
-        if isinstance(given, Tiled):
-            shape, dtype = given.shape or memory.shape, str(memory.dtype)
-            args.append(launch.TensorMap(operand(memory), dtype, shape, given.box, given.strides))
-        else:
-            args.append(operand(memory))
-    assert launch.words_of(tuple(args)) == probe.words
-    probe.kernel.launch((probe.blocks,), tuple(args))
+    args = probe.arguments(operand(out), lambda array: operand(cuda.to_device(array)))
+    assert launch.words_of(args) == probe.words
+    probe.kernel.launch((probe.blocks,), args)
     launch.synchronize(probe.kernel.name)
     return out.copy_to_host().reshape(probe.want.shape)
 

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from kdtree.kernels.toolchain import COMPILING
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run each case of each kernel, or each probe; exit 1 where a result is wrong or the emulator finds a fault."""
@@ -41,8 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    settings = {"KDTREE_CROSS_COMPILE": "1", "NUMBA_ENABLE_CUDASIM": "0"}
-    if any(os.environ.get(name) != value for name, value in settings.items()):
-        os.environ |= settings  # read when kdtree is imported, which has happened
+    if not os.environ.items() >= COMPILING.items():
+        os.environ |= COMPILING
         os.execv(sys.executable, [sys.executable, "-m", "kdtree.emulator", *sys.argv[1:]])
     sys.exit(main())

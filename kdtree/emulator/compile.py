@@ -16,8 +16,9 @@ import numpy as np
 from kdtree.emulator import arithmetic
 from kdtree.emulator.arithmetic import LANES, expression, stored
 from kdtree.emulator.memory import SHARED_BASE
-from kdtree.emulator.program import DTYPES, Instruction, Program, Unsupported
+from kdtree.emulator.program import DTYPES, TOGETHER, Instruction, Program, Unsupported
 
+_NOTHING = ("bar.warp.sync", "wgmma.fence.sync.aligned")
 _SPECIAL = re.compile(r"%(tid|ntid|ctaid|nctaid|laneid|warpid|clock|cluster_ctarank|cluster_ctaid|smid|globaltimer)")
 
 
@@ -67,9 +68,9 @@ class Compiler:
             return f"w.block.parameter_addresses[{self.parameters[operand]}]"
         if operand in self.program.shared:
             return self.constant(SHARED_BASE + self.program.shared[operand], dtype)
-        return self.constant(self.number(operand, dtype), dtype)
+        return self.constant(self.number(operand), dtype)
 
-    def number(self, text: str, dtype: str) -> Any:
+    def number(self, text: str) -> Any:
         """An immediate."""
         if text.startswith("0f"):
             return struct.unpack(">f", bytes.fromhex(text[2:]))[0]
@@ -167,14 +168,12 @@ class Compiler:
         if name == "shfl":
             return [
                 f"w.shuffle({self.register(ops[0].split('|')[0])}, {parts[2]!r}, {self.value(ops[1], 'b32')}, "
-                f"{self.value(ops[2], 'u32')}, {self.value(ops[3], 'u32')}, {rest})"
+                f"{self.value(ops[2], 'u32')}, {rest})"
             ]
         if name == "vote":
             return [f"w.vote({self.register(ops[0])}, {parts[2]!r}, {self.value(ops[1], 'pred')}, {rest})"]
         if name == "elect":
             return [f"w.elect({self.register(ops[0].split('|')[1])}, {rest})"]
-        if op == "bar.warp.sync":
-            return [f"w.together({rest})"]
         if op in ("bar.sync", "bar.arrive", "barrier.sync"):
             count = self.value(ops[1], "u32") if len(ops) > 1 else "w.block.all_threads"
             return [f"w.barrier({self.value(ops[0], 'u32')}, {count}, {op != 'bar.arrive'}, {rest})"]
@@ -187,10 +186,8 @@ class Compiler:
             return self.mbarrier(parts, ops, rest)
         if op.startswith("fence.proxy.async"):
             return [f"w.fence_proxy({rest})"]
-        if name in ("fence", "membar", "nanosleep", "prefetch") or "prefetch" in parts:
-            return ["pass"]
-        if name == "setmaxnreg":
-            return [f"w.together({rest})"]
+        if name in ("fence", "membar", "nanosleep", "setmaxnreg") or "prefetch" in parts or op in _NOTHING:
+            return ["pass"]  # where lanes have to meet, they have
         if name == "ldmatrix":
             where = self.address(ops[1], "u32")
             return [f"w.load_matrix({self.targets(ops[0])}, {where}, {'trans' in parts}, {rest})"]
@@ -222,8 +219,6 @@ class Compiler:
 
     def wgmma(self, parts: list[str], ops: list, rest: str) -> list[str]:
         """wgmma.*"""
-        if parts[1] == "fence":
-            return [f"w.wgmma_fence({rest})"]
         if parts[1] == "commit_group":
             return [f"w.wgmma_commit({rest})"]
         if parts[1] == "wait_group":
@@ -289,7 +284,7 @@ class Compiler:
                     source.append("        return True")
             target = self.program.labels[jump.operands[0]] if jump and jump.op.startswith("bra") else -1
             made.append((target, jump is not None and target < 0, block[0].line if block else 0,
-                         bool(block) and self.meets(block[0])))  # fmt: skip
+                         bool(block) and block[0].op.startswith(TOGETHER)))  # fmt: skip
         numbers = ", ".join(f"(b{i}_0, b{i}_1)" for i in range(len(made)))
         source.append(f"    return [{numbers}]")
         scope: dict[str, Any] = {"np": np, **vars(arithmetic), **self.constants}
@@ -298,9 +293,3 @@ class Compiler:
             Block(full, partial, target, ends, together, line)
             for (full, partial), (target, ends, line, together) in zip(scope["build"](), made, strict=True)
         ]
-
-    def meets(self, instruction: Instruction) -> bool:
-        """Does a warp execute this together?"""
-        from kdtree.emulator.program import TOGETHER
-
-        return instruction.op.startswith(TOGETHER)

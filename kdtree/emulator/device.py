@@ -15,19 +15,19 @@ from kdtree.emulator.memory import Global
 from kdtree.emulator.program import Program, parse
 from kdtree.emulator.tensor import Map
 from kdtree.kernels import assemble, launch
-from kdtree.kernels.crosscompile import stand_in
+from kdtree.kernels.crosscompile import EMULATED, TARGETS, stand_in
 
-TARGET = (9, 0, "a")
+TARGET = TARGETS[EMULATED]
 
 _programs: dict[tuple, Program] = {}
 
 
-def program_of(kernel: launch.Kernel, words: tuple[str, ...], target: tuple = TARGET) -> Program:
+def program_of(kernel: launch.Kernel, words: tuple[str, ...]) -> Program:
     """A kernel's PTX, parsed; compiled by Numba unless an earlier process has."""
-    key = (id(kernel), words, target)
+    key = (id(kernel), words)
     if key not in _programs:
-        stand_in(target)
-        text, entry = assemble.kept_ptx(kernel, words, target)
+        stand_in(TARGET)
+        text, entry = assemble.kept_ptx(kernel, words, TARGET)
         _programs[key] = parse(text, entry)
     return _programs[key]
 
@@ -38,22 +38,23 @@ class Device:
     While `installed`, launches of this process come here. Pointers are those of `pointer`.
     """
 
-    def __init__(self, sms: int, *, seed: int = 0, races: bool = True):
-        self.sms, self.seed, self.races = sms, seed, races
+    capability = TARGET[:2]
+
+    def __init__(self, sms: int, *, seed: int = 0):
+        self.sms, self.seed = sms, seed
         self.memory = Global()
-        self.launches: list[tuple[str, tuple[int, ...]]] = []
         self.counted: np.ndarray | None = None
 
-    def pointer(self, array: np.ndarray, word: str) -> launch.Operand:
-        """An array as an argument: the kernel reads and writes its memory."""
-        return launch.Operand(self.memory.add(array), word)
+    def pointer(self, array: np.ndarray) -> launch.Operand:
+        """A C-contiguous array as an argument: the kernel reads and writes its memory."""
+        return launch.Operand(self.memory.add(array), launch.word_of(str(array.dtype)))
 
     @contextmanager
-    def installed(self) -> Iterator[Device]:
+    def installed(self) -> Iterator[None]:
         """Take this process's launches, workspaces and counters."""
         before, launch.emulated = launch.emulated, self
         try:
-            yield self
+            yield
         finally:
             launch.emulated = before
 
@@ -68,12 +69,10 @@ class Device:
             cluster=kernel.cluster,
             memory=self.memory,
             seed=self.seed,
-            races=self.races,
         )
         if kernel.cooperative and prod(grid) > self.sms:
             raise RuntimeError(f"{kernel.name}: a cooperative launch of {prod(grid)} blocks on {self.sms} SMs")
         machine.launch(grid, [_value(a) for a in args])
-        self.launches.append((kernel.name, grid))
 
     def workspace(self, nbytes: int) -> Any:
         """Scratch memory, full of NaN."""
@@ -82,7 +81,7 @@ class Device:
     def counters(self, count: int) -> launch.Operand:
         """Counters, zero."""
         self.counted = np.zeros(count, np.int32)
-        return self.pointer(self.counted, "*i32")
+        return self.pointer(self.counted)
 
 
 class _Scratch:

@@ -65,7 +65,7 @@ class Block:
         groups = -(-warps // 4)
         self.agents, first = cluster.agents, rank * (warps + groups)
         size = machine.program.static_shared + machine.dynamic_shared
-        self.shared = Shared(size, cluster.readers, races=machine.races)
+        self.shared = Shared(size, cluster.readers, cluster.agents)
         self.warpgroups = [Warpgroup(self.shared, first + warps + i) for i in range(groups)]
         self.parameters = machine.parameters
         self.parameter_addresses = machine.parameter_addresses
@@ -95,7 +95,7 @@ class Block:
 
     def ended_early(self) -> None:
         """When its last warp returns: has it waited for the others of the cluster to read its shared memory?"""
-        if not self.machine.races or not all(w.done for w in self.warps):
+        if not all(w.done for w in self.warps):
             return
         known = np.max([w.clock for w in self.warps], axis=0)[: self.cluster.readers, None]
         late = np.nonzero((self.shared.reads > known).any(axis=1))[0]
@@ -103,7 +103,7 @@ class Block:
         if late := [int(agent) for agent in late if int(agent) not in here]:
             raise Race(f"block {self.index} ends, and nothing orders that behind reads of its memory by agents {late}")
 
-    def make_mbarrier(self, warp: Warp, address: int, count: int, line: int) -> None:
+    def make_mbarrier(self, warp: Warp, address: int, count: int) -> None:
         """mbarrier.init."""
         at = self.shared.offsets(np.array([address]), 8)[0]
         if address in self.mbarriers or len(self.mbarriers) == MBARRIERS:
@@ -130,7 +130,6 @@ class Machine:
         cluster: neighbouring blocks along x that share a cluster.
         memory: what pointers point to.
         seed: of the order of things.
-        races: look for races in shared memory.
     """
 
     def __init__(
@@ -142,14 +141,13 @@ class Machine:
         cluster: int = 1,
         memory: Global | None = None,
         seed: int = 0,
-        races: bool = True,
     ):
         if program.static_shared + dynamic_shared > MOST_SHARED or cluster > MOST_CLUSTER:
             raise RuntimeError(
                 f"{program.static_shared + dynamic_shared} bytes of shared memory a block, {cluster} blocks a cluster: "
                 f"Hopper has at most {MOST_SHARED} and, portably, {MOST_CLUSTER}"
             )
-        self.program, self.threads, self.dynamic_shared, self.races = program, threads, dynamic_shared, races
+        self.program, self.threads, self.dynamic_shared = program, threads, dynamic_shared
         self.cluster = cluster
         self.memory = memory or Global()
         self.rng = np.random.default_rng(seed)

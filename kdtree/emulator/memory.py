@@ -71,10 +71,9 @@ class Access:
 class Shared:
     """A block's shared memory. Agents: warps, warpgroups, and copies, an agent an mbarrier; all but these read."""
 
-    def __init__(self, size: int, readers: int, *, races: bool = True):
+    def __init__(self, size: int, readers: int, agents: int):
         self.bytes = np.full(-(-size // 4) * 4, 0xA5, dtype=np.uint8)  # poison
         words = len(self.bytes) // 4
-        self.races = races
         self.reserved = np.zeros(words, dtype=bool)  # mbarriers lie there
         self.found: dict[tuple[int, int, str], str] = {}  # races: lines and kind -> what happened first
         self.writer = np.full(words, -1, dtype=np.int16)
@@ -83,9 +82,7 @@ class Shared:
         self.by_async = np.zeros(words, dtype=bool)
         self.reads = np.zeros((readers, words), dtype=np.int32)
         self.read_line = np.zeros((readers, words), dtype=np.int32)
-        self.fenced = np.zeros(
-            readers + 4096, dtype=np.int64
-        )  # epochs up to which an agent's writes are in the async proxy
+        self.fenced = np.zeros(agents, dtype=np.int32)  # epochs up to which an agent's writes are in the async proxy
 
     def offsets(self, addresses: np.ndarray, size: int) -> np.ndarray:
         """Byte offsets of accesses of `size` bytes."""
@@ -104,7 +101,7 @@ class Shared:
 
     def read(self, who: Access, words: np.ndarray, *, note: bool = True) -> None:
         """A read, noted or only checked."""
-        if not self.races or len(words) == 0:
+        if len(words) == 0:
             return
         self._after_writes(who, words, "reads")
         if note:
@@ -116,15 +113,14 @@ class Shared:
 
     def note_read_by(self, agent: int, epoch: int, words: np.ndarray, line: int) -> None:
         """A read by an agent at a time of its own."""
-        if self.races:
-            self.reads[agent, words] = epoch
-            self.read_line[agent, words] = line
+        self.reads[agent, words] = epoch
+        self.read_line[agent, words] = line
 
     def write(self, who: Access, words: np.ndarray, epoch: int | None = None, agent: int | None = None) -> None:
         """Note a write; one that lands later (a copy) as of `agent` and its `epoch`. Raises BadAccess."""
         if self.reserved[words].any():
             raise BadAccess(f"line {who.line} writes over an mbarrier")
-        if not self.races or len(words) == 0:
+        if len(words) == 0:
             return
         self._after_writes(who, words, "writes")
         late = self.reads[:, words] > who.clock[: len(self.reads), None]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kdtree.emulator.device import Device
-from kdtree.kernels import launch
-from kdtree.kernels.ptx_probes import Probe, Tiled, all_probes
+from kdtree.kernels.ptx_probes import Probe, all_probes
 
 
 def probes() -> dict[str, Probe]:
@@ -18,18 +17,9 @@ def run(probe: Probe, seed: int = 0) -> str:
     """What is wrong with what the probe's kernel writes, or nothing. Raises what the emulator finds."""
     device = Device(132, seed=seed)
     out = np.frombuffer(bytearray(b"\xa5" * probe.want.nbytes), probe.want.dtype).reshape(probe.want.shape)
-    args: list = [device.pointer(out, launch.word_of(str(out.dtype)))]
-    for given in probe.ins:
-        array = given.array if isinstance(given, Tiled) else given
-        array = out if array is None else np.ascontiguousarray(array)
-        operand = device.pointer(array, launch.word_of(str(array.dtype)))
-        if isinstance(given, Tiled):
-            shape = given.shape or array.shape
-            args.append(launch.TensorMap(operand, str(array.dtype), shape, given.box, given.strides))
-        else:
-            args.append(operand)
+    args = probe.arguments(device.pointer(out), lambda array: device.pointer(np.ascontiguousarray(array)))
     with device.installed():
-        probe.kernel.launch((probe.blocks,), tuple(args))
+        probe.kernel.launch((probe.blocks,), args)
     if np.allclose(out, probe.want, rtol=max(probe.rtol, 1e-6), atol=0):
         return ""
     return f"{(out != probe.want).sum()} of {out.size} elements differ"

@@ -51,7 +51,6 @@ class Program:
     labels: dict[str, int] = field(default_factory=dict)  # -> number of the block
     shared: dict[str, int] = field(default_factory=dict)  # symbol -> offset in shared memory
     static_shared: int = 0
-    threads: int = 0
 
 
 def _operands(text: str) -> list:
@@ -110,8 +109,6 @@ def parse(text: str, entry: str) -> Program:
     for size, name, count in re.findall(r"\.param (?:\.align \d+ )?\.(\w+) ([\w$]+)(?:\[(\d+)\])?", head):
         program.parameters.append(name)
         program.sizes[name] = int(count) if count else int(size[1:]) // 8
-    threads = re.search(r"\.maxntid (\d+)", head)
-    program.threads = int(threads.group(1)) if threads else 0
     _shared(text, program)
     body = rest[: _end(rest)]
     scopes: list[dict[str, str]] = [{}]

@@ -258,7 +258,6 @@ class Warpgroup:
         self.issued: dict[int, int] = {}  # by each warp
         self.count = 0
         self.queue: list[Operation] = []  # not executed yet
-        self.last = 0  # number of the last one executed
 
     def issue(self, warp: Any, part: Product) -> Operation:
         """A warp's part of its next operation."""

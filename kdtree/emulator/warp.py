@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from kdtree.emulator.machine import Block
 
 DONE = 1 << 30  # where a lane is that has returned
-ALL = np.ones(LANES, dtype=bool)
 
 
 class Deadlock(RuntimeError):
@@ -271,29 +270,20 @@ class Warp:
 
     # ---- within the warp
 
-    def together(self, mask: Any, line: int) -> None:
-        """An instruction that all lanes execute: `_diverged` has seen to it."""
-
-    def shuffle(self, register: int, how: str, a: Any, b: Any, c: Any, mask: Any, line: int) -> None:
-        lane = np.arange(LANES)
-        if how == "idx":
-            source = b.astype(np.int64) & 31
-        elif how == "bfly":
-            source = lane ^ b.astype(np.int64)
-        elif how == "up":
-            source = np.where(lane - b.astype(np.int64) >= 0, lane - b.astype(np.int64), lane)
-        else:
-            source = np.where(lane + b.astype(np.int64) < LANES, lane + b.astype(np.int64), lane)
-        self.set(register, a[source], mask)
+    def shuffle(self, register: int, how: str, a: Any, b: Any, mask: Any, line: int) -> None:
+        lane, by = np.arange(LANES), b.astype(np.int64)
+        source = {"idx": by & 31, "bfly": lane ^ by, "up": lane - by, "down": lane + by}[how]
+        # A lane without a source keeps its own value.
+        self.set(register, a[np.where((0 <= source) & (source < LANES), source, lane)], mask)
 
     def vote(self, register: int, how: str, value: Any, mask: Any, line: int) -> None:
-        chosen = value if mask is None else value & mask
+        lanes = lanes_of(mask)
         if how == "ballot":
-            bits = int(sum(1 << i for i in np.nonzero(chosen)[0]))
+            bits = sum(1 << int(i) for i in lanes[value[lanes]])
             self.set(register, np.full(LANES, bits, dtype=np.uint32), mask)
         else:
-            yes = bool(chosen.any()) if how == "any" else bool((value | ~(ALL if mask is None else mask)).all())
-            self.set(register, np.full(LANES, yes), mask)
+            chosen = value[lanes]
+            self.set(register, np.full(LANES, chosen.any() if how == "any" else chosen.all()), mask)
 
     def elect(self, register: int, mask: Any, line: int) -> None:
         chosen = np.zeros(LANES, dtype=bool)
@@ -308,7 +298,7 @@ class Warp:
 
     def mbarrier_init(self, addresses: Any, counts: Any, mask: Any, line: int) -> None:
         for lane in lanes_of(mask):
-            self.block.make_mbarrier(self, int(addresses[lane]), int(counts[lane]), line)
+            self.block.make_mbarrier(self, int(addresses[lane]), int(counts[lane]))
 
     def mbarrier_arrive(self, addresses: Any, extra: Any, mask: Any, line: int) -> None:
         for lane in lanes_of(mask):
@@ -417,9 +407,6 @@ class Warp:
         self.products[-1].append(self.block.warpgroups[self.number // 4].issue(self, part))
         if self.machine.rng.random() < 0.1:  # or at any time until it is waited for
             self.block.warpgroups[self.number // 4].advance()
-
-    def wgmma_fence(self, mask: Any, line: int) -> None:
-        """Registers and descriptors are as they are."""
 
     def wgmma_commit(self, mask: Any, line: int) -> None:
         self.products.append([])

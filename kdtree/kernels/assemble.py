@@ -106,6 +106,11 @@ def kept_ptx(kernel: Any, words: tuple[str, ...], target: tuple) -> tuple[str, s
     return text.decode(), entry
 
 
+def keep_ptx(kernel: Any, words: tuple[str, ...], target: tuple, text: str, entry: str) -> None:
+    """Put PTX that was made otherwise where `kept_ptx` finds it."""
+    cubin_cache.keep(kernel, words, (*target, "ptx"), text.encode(), entry)
+
+
 def cubin(text: str, target: tuple, name: str) -> bytes:
     """Machine code of a PTX text; where there is no ptxas the text itself, which the driver assembles on loading.
 

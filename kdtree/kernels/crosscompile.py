@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from kdtree.kernels.toolchain import tool
+from kdtree.kernels.toolchain import COMPILING, tool
 
 TARGETS: dict[str, tuple] = {
     "sm_80": (8, 0),  # A100
@@ -134,7 +134,7 @@ def stand_in(target: tuple) -> None:
 
 def compile_ptx(variant, targets: list[str], folder: Path) -> list[Path]:  # noqa: ANN001 (Variant needs Numba)
     """PTX files of one variant, one a target. Typing and lowering, most of the time, are done once for all."""
-    from kdtree.kernels import assemble, cubin_cache
+    from kdtree.kernels import assemble
 
     first = TARGETS[targets[0]]
     stand_in(first)
@@ -145,8 +145,7 @@ def compile_ptx(variant, targets: list[str], folder: Path) -> list[Path]:  # noq
         text = assemble.ptx(code, variant.kernel, variant.words, TARGETS[target])
         paths[-1].write_text(text)
         if target == EMULATED and variant.kernel.dynamic_shared:  # a kernel on tensor cores
-            kept = (*TARGETS[target], "ptx")
-            cubin_cache.keep(variant.kernel, variant.words, kept, text.encode(), code._entry_name)
+            assemble.keep_ptx(variant.kernel, variant.words, TARGETS[target], text, code._entry_name)
     return paths
 
 
@@ -211,7 +210,7 @@ def _collect(targets: list[str], ops: list[str], share: int) -> list[Resources]:
             return _parse(kept.read_text())
         command = [sys.executable, "-m", "kdtree.kernels.crosscompile", "--report-only", f"--share={share}"]
         command += [f"--target={t}" for t in targets] + [f"--op={o}" for o in ops]
-        environment = {**os.environ, "KDTREE_CROSS_COMPILE": "1", "NUMBA_ENABLE_CUDASIM": "0"}
+        environment = {**os.environ, **COMPILING}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:
             raise RuntimeError(f"cross-compilation of {ops} failed ({done.returncode}):\n{done.stderr[-4000:]}")
@@ -279,6 +278,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    os.environ["KDTREE_CROSS_COMPILE"] = "1"
-    os.environ["NUMBA_ENABLE_CUDASIM"] = "0"
+    os.environ |= COMPILING
     sys.exit(main())

@@ -309,6 +309,8 @@ emulated: Any = None  # an `emulator.Device` that launches go to, while one is i
 
 def capability() -> tuple[int, int]:
     """Compute capability of the current device; (0, 0) in the simulator."""
+    if emulated is not None:
+        return emulated.capability
     return (0, 0) if SIMULATED else driver.capability(current_device())
 
 

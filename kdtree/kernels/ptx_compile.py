@@ -20,7 +20,7 @@ from pathlib import Path
 
 from kdtree.kernels import crosscompile
 from kdtree.kernels.crosscompile import parse_ptxas
-from kdtree.kernels.toolchain import tool
+from kdtree.kernels.toolchain import COMPILING, tool
 
 MODULE = "kdtree.kernels.ptx_compile"  # what `collect` runs
 SOURCES = ("ptx*.py", "hopper.py", "assemble.py", "crosscompile.py", "launch.py")  # that decide what comes out
@@ -95,7 +95,7 @@ def collect() -> list[Compiled]:
         if kept.exists():
             text = kept.read_text()
         else:
-            environment = {**os.environ, "KDTREE_CROSS_COMPILE": "1", "NUMBA_ENABLE_CUDASIM": "0"}
+            environment = {**os.environ, **COMPILING}
             command = [sys.executable, "-m", MODULE]
             done = subprocess.run(command, capture_output=True, text=True, env=environment)
             if done.returncode:
@@ -118,8 +118,7 @@ def _cache_file() -> Path:
 
 def main() -> None:
     """What `collect` reads: a JSON line for each probe and target."""
-    os.environ["KDTREE_CROSS_COMPILE"] = "1"
-    os.environ["NUMBA_ENABLE_CUDASIM"] = "0"
+    os.environ |= COMPILING
     for row in run():
         print(json.dumps(asdict(row)), flush=True)
 

@@ -17,7 +17,7 @@ import numpy as np
 from kdtree._cuda import cuda
 from kdtree.kernels import ptx
 from kdtree.kernels.crosscompile import TARGETS
-from kdtree.kernels.launch import Kernel, Variant, word_of
+from kdtree.kernels.launch import Kernel, Operand, TensorMap, Variant, word_of
 
 i32, f32 = np.int32, np.float32
 BITS = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}  # 16-bit floats travel as their bits
@@ -62,6 +62,18 @@ class Probe:
     def words(self) -> tuple[str, ...]:
         """Argument words of the kernel."""
         return tuple("tmap" if isinstance(a, Tiled) else word_of(str(a.dtype)) for a in (self.want, *self.ins))
+
+    def arguments(self, out: Operand, place: Callable[[np.ndarray], Operand]) -> tuple[Operand | TensorMap, ...]:
+        """The kernel's arguments: `out`, and the inputs where `place` puts them."""
+        args: list[Operand | TensorMap] = [out]
+        for given in self.ins:
+            if not isinstance(given, Tiled):
+                args.append(place(given))
+                continue
+            array = self.want if given.array is None else given.array
+            operand = out if given.array is None else place(array)
+            args.append(TensorMap(operand, str(array.dtype), given.shape or array.shape, given.box, given.strides))
+        return tuple(args)
 
     @property
     def variant(self) -> Variant:

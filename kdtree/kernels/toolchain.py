@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+# Environment of a process that compiles without a GPU, which the simulator cannot. Read when kdtree is imported.
+COMPILING = {"KDTREE_CROSS_COMPILE": "1", "NUMBA_ENABLE_CUDASIM": "0"}
+
 
 def tool(name: str) -> str:
     """Path of a CUDA tool: from the NVIDIA wheels, else the PATH. Raises FileNotFoundError with what to install."""

@@ -24,23 +24,22 @@ import numpy as np
 
 from kdtree._cuda import SIMULATED, cuda
 from kdtree.arrays import View
-from kdtree.kernels.launch import Kernel, Operand, TensorMap, Variant, sm_count, word_of
+from kdtree.kernels.latent_maps import LATENT, cache_map, page_mode, rows_map
+from kdtree.kernels.launch import Kernel, Operand, Variant, sm_count, word_of
 from kdtree.kernels.verify_ring import CHUNK, WIDTH
-from kdtree.kernels.verify_wgmma import page_mode
 
 f32, i32, i64 = np.float32, np.int32, np.int64
 
 SIZES = (8, 4)  # blocks a row tile
 MOST = 16  # KV tiles a round, one for each warpgroup of a cluster
 THREADS = 256  # two warpgroups
-CHUNKS = 9  # of a row of 576
 NEG = f32(-math.inf)
 LN2 = f32(math.log(2.0))
 
 # Bytes from the base of shared memory
 Q = 0
-BUFFERS = CHUNKS * CHUNK
-BUFFER = CHUNKS * CHUNK
+BUFFERS = LATENT * CHUNK
+BUFFER = LATENT * CHUNK
 STATS = BUFFERS + 2 * BUFFER  # of a round's tiles: {maximum, sum} of 64 rows each
 BAD = STATS + MOST * 64 * 8  # of each warpgroup's tile: a page that is none
 BARS = BAD + 16
@@ -50,7 +49,7 @@ Q_FULL, K_FULL, V_FULL = BARS, BARS + 24, BARS + 72  # by thirds of the columns;
 
 @functools.cache
 def cluster(dtype: str, mode: str, size: int) -> Kernel:
-    """The kernel for q, kv and out of `dtype`, `size` blocks a row tile. For `mode` see `verify_wgmma.page_mode`."""
+    """The kernel for q, kv and out of `dtype`, `size` blocks a row tile. For `mode` see `latent_maps.page_mode`."""
     from kdtree.kernels import ptx, verify_plan
     from kdtree.kernels.hopper import described, operand, wait
 
@@ -113,7 +112,7 @@ def cluster(dtype: str, mode: str, size: int) -> Kernel:
         if parts:
             if low <= lane and lane < high:
                 c = i32(0)
-                while c < CHUNKS:
+                while c < LATENT:
                     to = i32(into + c * CHUNK + lane * page_size * 128)
                     ptx.cp_async_bulk_tensor_4d(to, chunk_map(), 0, 0, c, page, i32(full + ptx.div_u32(c, 3) * 8))
                     c = i32(c + 1)
@@ -124,7 +123,6 @@ def cluster(dtype: str, mode: str, size: int) -> Kernel:
         """One warp copies the block's columns of `count` tiles from cache row `first` on to buffer g, behind its P."""
         full = i32(base + V_FULL + g * 8)
         into = i32(base + BUFFERS + g * BUFFER + CHUNK)
-        # One arrival, ahead of all bytes: they are counted as the tiles are looked up.
         i = i32(0)
         while i < count:
             at = i32(first + i * 64)
@@ -466,15 +464,10 @@ def launch(
     if not batch * n_rows:
         return
     row_tiles = -(-n_rows // 64)
-    height = shape["page_size"]  # Lmax of a contiguous cache
-    is_paged = shape["max_pages"] > 0
-    box_rows = min(height, 64) if is_paged else 64
-    cache, pages = inputs["kv"], shape["n_pages"] if is_paged else batch
-    keys = {"shape": (pages, CHUNKS, height, 64), "strides": (height * 576, 64, 576, 1)}
     args: tuple[Any, ...] = (
-        TensorMap(inputs["q"], dtype, (batch, CHUNKS, n_rows, 64), (1, 3, 64, 64), (n_rows * 576, 64, 576, 1)),
-        TensorMap(cache, dtype, box=(1, 3, box_rows, 64), **keys),
-        TensorMap(cache, dtype, box=(1, 1, box_rows, 64), **keys),
+        rows_map(inputs["q"], dtype, shape, LATENT, 3),
+        cache_map(inputs["kv"], dtype, shape, 3),
+        cache_map(inputs["kv"], dtype, shape, 1),
         inputs["page_table"],
         inputs["prefix_lens"],
         inputs["n_nodes"],
@@ -483,7 +476,7 @@ def launch(
         ("i32", shape["N"]),
         ("i32", n_rows),
         ("i32", row_tiles),
-        ("i32", height),
+        ("i32", shape["page_size"]),  # Lmax of a contiguous cache
         ("i32", shape["max_pages"]),
         ("i32", shape["n_pages"]),
         ("i32", shape["capacity"]),
@@ -493,7 +486,7 @@ def launch(
         outs["lse"],
     )
     size = plan(batch, n_rows, sm_count())
-    kernel = cluster(dtype, page_mode(height if is_paged else 0), size)
+    kernel = cluster(dtype, page_mode(shape), size)
     kernel.launch((batch * row_tiles * size,), args, stream=stream)
 
 

@@ -63,18 +63,18 @@ NOTE_BYTES = 32  # of what is kept of an unfinished item: used, request, row til
 
 
 @functools.cache
-def device_functions(page_mode: str) -> tuple[Any, Any, Any]:
+def device_functions(mode: str) -> tuple[Any, Any, Any]:
     """(prepare, copy_step, copy_rope), for a kernel whose first three parameters are the maps of q, KV and rope parts.
 
-    page_mode: "rows" for a contiguous cache, "page" for pages of 64·k rows, "part" for pages of 64/k.
+    mode: see `latent_maps.page_mode`.
     """
     from kdtree.kernels import ptx
     from kdtree.kernels.verify_plan import device_functions as plan_functions
 
     extent, tiles_of, _, _ = plan_functions()
     q_map, kv_map, rope_map = (ptx.tensor_map_address(i) for i in range(3))
-    paged = page_mode != "rows"
-    parts = page_mode == "part"
+    paged = mode != "rows"
+    parts = mode == "part"
 
     @cuda.jit(device=True, inline="always")
     def prepare(

@@ -28,7 +28,8 @@ import numpy as np
 
 from kdtree._cuda import SIMULATED, cuda
 from kdtree.arrays import View
-from kdtree.kernels.launch import Kernel, Operand, TensorMap, Variant, counters, sm_count, word_of, workspace
+from kdtree.kernels.latent_maps import LATENT, cache_map, page_mode, rows_map
+from kdtree.kernels.launch import Kernel, Operand, Variant, counters, sm_count, word_of, workspace
 from kdtree.kernels.verify_join import SIDE_BYTES
 from kdtree.kernels.verify_plan import plan
 from kdtree.kernels.verify_ring import (
@@ -68,7 +69,7 @@ from kdtree.kernels.verify_ring import (
     T_FLAGS,
     T_ITEM,
     TICKETS,
-    TILE,
+    VALUE_CHUNKS,
     W_BEGIN,
     W_GROUPS,
     W_PARTS,
@@ -88,13 +89,13 @@ SCORES_REGISTERS, VALUES_REGISTERS = 184, 160  # a thread; (184 + 2 * 160) * 128
 
 
 @functools.cache
-def wgmma(dtype: str, page_mode: str, *, early: int = 2) -> Kernel:
-    """The Hopper kernel for q, kv and out of `dtype`. For `page_mode` see `verify_ring`."""
+def wgmma(dtype: str, mode: str, *, early: int = 2) -> Kernel:
+    """The Hopper kernel for q, kv and out of `dtype`. For `mode` see `latent_maps.page_mode`."""
     from kdtree.kernels import ptx, verify_join, verify_plan, verify_ring
     from kdtree.kernels.hopper import described, operand, wait
 
     extent, tiles_of, window, locate = verify_plan.device_functions()
-    prepare, copy_step, copy_rope = verify_ring.device_functions(page_mode)
+    prepare, copy_step, copy_rope = verify_ring.device_functions(mode)
     store_partial, join = verify_join.device_functions(dtype)
     qk = ptx.wgmma_rs(64, dtype)
     qk_rest = ptx.wgmma_ss(64, dtype)
@@ -103,8 +104,8 @@ def wgmma(dtype: str, page_mode: str, *, early: int = 2) -> Kernel:
     grow = ptx.setmaxnreg_op("inc", SCORES_REGISTERS)
     shrink = ptx.setmaxnreg_op("dec", VALUES_REGISTERS)
     q_map_address, kv_map_address, rope_map_address, out_map_address = (ptx.tensor_map_address(i) for i in range(4))
-    paged = page_mode != "rows"
-    late = page_mode == "part"  # copying takes more registers there than an item's end leaves
+    paged = mode != "rows"
+    late = mode == "part"  # copying takes more registers there than an item's end leaves
     q_registers = 16 * KEPT
 
     # A call per chunk instead of a loop over chunks: an array stays in registers only while every index is a constant,
@@ -609,7 +610,7 @@ def wgmma(dtype: str, page_mode: str, *, early: int = 2) -> Kernel:
                 )
             which = i32(which + 1)
 
-    name = f"verify_attn.wgmma[{dtype},{page_mode}]"
+    name = f"verify_attn.wgmma[{dtype},{mode}]"
     return Kernel(
         verify_attn_wgmma,
         name=name,
@@ -619,11 +620,6 @@ def wgmma(dtype: str, page_mode: str, *, early: int = 2) -> Kernel:
         targets=("sm_90a",),
         cooperative=True,  # blocks wait for each other: all of them run, or none does yet
     )
-
-
-def page_mode(page_size: int) -> str:
-    """The form of the kernel for a cache in pages of `page_size` rows, 0 if it is contiguous."""
-    return "rows" if page_size == 0 else "page" if page_size % TILE == 0 else "part"
 
 
 def workspace_bytes(params: dict[str, Any], sms: int) -> int:
@@ -647,16 +643,11 @@ def launch(
         return
     chosen = plan(batch, n_rows, shape["capacity"], sm_count())
     space = workspace(chosen.workspace_bytes, stream, like)
-    height = shape["page_size"]  # Lmax of a contiguous cache
-    paged = shape["max_pages"] > 0
-    box_rows = min(height, TILE) if paged else TILE
-    cache, pages = inputs["kv"], shape["n_pages"] if paged else batch
-    keys = {"shape": (pages, 9, height, 64), "strides": (height * 576, 64, 576, 1)}
     args: tuple[Any, ...] = (
-        TensorMap(inputs["q"], dtype, (batch, 9, n_rows, 64), (1, 2, TILE, 64), (n_rows * 576, 64, 576, 1)),
-        TensorMap(cache, dtype, box=(1, 4, box_rows, 64), **keys),
-        TensorMap(cache, dtype, box=(1, 1, box_rows, 64), **keys),
-        TensorMap(outs["out"], dtype, (batch, 8, n_rows, 64), (1, 4, TILE, 64), (n_rows * WIDTH, 64, WIDTH, 1)),
+        rows_map(inputs["q"], dtype, shape, LATENT, 2),
+        cache_map(inputs["kv"], dtype, shape, 4),
+        cache_map(inputs["kv"], dtype, shape, 1),
+        rows_map(outs["out"], dtype, shape, VALUE_CHUNKS, 4),
         inputs["page_table"],
         inputs["prefix_lens"],
         inputs["n_nodes"],
@@ -666,7 +657,7 @@ def launch(
         ("i32", shape["N"]),
         ("i32", n_rows),
         ("i32", chosen.row_tiles),
-        ("i32", height),
+        ("i32", shape["page_size"]),  # Lmax of a contiguous cache
         ("i32", shape["max_pages"]),
         ("i32", shape["n_pages"]),
         ("i32", shape["capacity"]),
@@ -681,7 +672,7 @@ def launch(
         outs["out"],
         outs["lse"],
     )
-    wgmma(dtype, page_mode(height if paged else 0)).launch((chosen.blocks,), args, stream=stream)
+    wgmma(dtype, page_mode(shape)).launch((chosen.blocks,), args, stream=stream)
 
 
 def variants() -> list[Variant]:

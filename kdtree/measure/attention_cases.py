@@ -122,7 +122,7 @@ def check(p: dict[str, Any], seed: int) -> Comparison:
     moved = invoke.to_device(host)
     want = twin.verify_attn(moved, p)
     if p.get("damage"):
-        _break(moved, want, p["damage"])
+        break_request(moved, want, p["damage"])
     runs: list[Any] = []
 
     def run() -> None:
@@ -139,7 +139,7 @@ def check(p: dict[str, Any], seed: int) -> Comparison:
     return replace(outcome, ok=False, reason=stray) if stray else outcome
 
 
-def _break(moved: dict[str, Any], want: dict[str, Any], damage: str) -> None:
+def break_request(moved: dict[str, Any], want: dict[str, Any], damage: str) -> None:
     """Put the damage where the kernel reads, and NaN where the answer has to be."""
     name, value = DAMAGE[damage]
     if name == "page_table":
