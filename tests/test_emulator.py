@@ -205,6 +205,57 @@ def test_what_clusters_must_not_do_is_found(body, reason):
         emulate(body, cluster=2, seeds=1)
 
 
+SEND = """
+	add.s32 %r8, %r2, 1024;
+	setp.ne.s32 %p1, %r1, 0;
+	@%p1 bra $L__ready;
+	mbarrier.init.shared::cta.b64 [%r8], 1;
+	mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r8], 256;
+$L__ready:
+	st.shared.u32 [%r4], %r1;
+	fence.proxy.async.shared::cta;
+	bar.sync 0;
+	barrier.cluster.arrive.relaxed.aligned;
+	barrier.cluster.wait.acquire.aligned;
+	@%p1 bra $L__wait;
+	mov.u32 %r5, %cluster_ctarank;
+	xor.b32 %r5, %r5, 1;
+	add.s32 %r6, %r2, 512;
+	mapa.shared::cluster.u32 %r6, %r6, %r5;
+	mapa.shared::cluster.u32 %r9, %r8, %r5;
+	cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r6], [%r2], 256, [%r9];
+"""
+RECEIVED = "	ld.shared.u32 %r6, [%r4+512];\n	st.global.u32 [%rd3], %r6;\n"
+
+
+def test_a_block_sends_shared_memory_to_another():
+    assert emulate(SEND + WAIT + RECEIVED + MEET, cluster=2).tolist() == list(range(64))
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (SEND.replace("fence.proxy.async.shared::cta;", "") + WAIT + MEET, "no fence between the proxies"),
+        (SEND + WAIT, "ended while a copy of its memory is under way"),
+        (SEND + "	st.shared.u32 [%r4], %r8;\n" + WAIT + MEET, "written before it has gone"),
+        (SEND + "$L__wait:\n" + RECEIVED + MEET, "reads shared byte .* wrote: nothing orders them"),
+        (SEND.replace("[%r9];", "[%r8];") + WAIT + MEET, "that ends at an mbarrier of"),
+    ],
+)
+def test_what_must_not_happen_to_what_is_sent_is_found(body, reason):
+    with pytest.raises(RuntimeError, match=reason):
+        emulate(body, cluster=2)
+
+
+RELAXED = MEET.replace("release", "relaxed")
+
+
+def test_a_relaxed_arrival_makes_known_what_came_before_a_fence():
+    with pytest.raises(Race, match="nothing orders them"):
+        emulate(STORE + RELAXED + OTHERS + MEET, cluster=2)
+    emulate(STORE + "	fence.proxy.async.shared::cta;\n" + RELAXED + OTHERS + MEET, cluster=2)
+
+
 def test_more_than_hopper_has_is_refused():
     with pytest.raises(RuntimeError, match="307200 bytes of shared memory a block"):
         emulate("", shared=300 * 1024)

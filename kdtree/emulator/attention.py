@@ -24,7 +24,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         BASE | {"B": 1, "L": [150], "sms": 4, "page_size": 16},  # split: joined by a second launch
     ],
     "cluster": [
-        BASE | {"B": 1, "L": [1050], "N": 5, "page_size": 64, "sms": 8},  # two rounds, eight blocks a row tile
+        BASE | {"B": 1, "L": [1050], "N": 5, "page_size": 64, "sms": 8},  # three rounds, eight blocks a row tile
         BASE | {"page_size": 16, "L": [600, 0], "damage": "page behind the last"},  # four
     ],
     "wgmma": [

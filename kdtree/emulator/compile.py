@@ -181,7 +181,8 @@ class Compiler:
             address, rank = self.value(ops[1], "u32"), self.value(ops[2], "u32")
             return [f"w.map_shared({self.register(ops[0])}, {address}, {rank}, {rest})"]
         if op.startswith("barrier.cluster"):
-            return [f"w.cluster_{parts[2]}({rest})"]
+            how = "_relaxed" if "relaxed" in parts else ""
+            return [f"w.cluster_{parts[2]}{how}({rest})"]
         if name == "mbarrier":
             return self.mbarrier(parts, ops, rest)
         if op.startswith("fence.proxy.async"):
@@ -235,6 +236,9 @@ class Compiler:
 
     def copy(self, op: str, parts: list[str], ops: list, rest: str) -> list[str]:
         """cp.async, by threads and in bulk."""
+        if op.startswith("cp.async.bulk.shared::cluster.shared::cta"):
+            to, of, barrier = (self.address(ops[i], "u32") for i in (0, 1, 3))
+            return [f"w.bulk_send({to}, {of}, {self.value(ops[2], 'u32')}, {barrier}, {rest})"]
         if op.startswith("cp.async.bulk.tensor"):
             if parts[5] == "global":  # a store
                 (name, coordinates), source = ops[0], ops[1]

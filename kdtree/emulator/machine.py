@@ -38,13 +38,13 @@ class Cluster:
         self.blocks = [Block(machine, self, rank, index) for rank, index in enumerate(indices)]
         self.warps = [warp for block in self.blocks for warp in block.warps]
 
-    def arrive(self, warp: Warp) -> None:
-        """barrier.cluster.arrive."""
+    def arrive(self, warp: Warp, clock: np.ndarray) -> None:
+        """barrier.cluster.arrive, which makes known what happened before `clock`."""
         if warp.cluster_phase is not None:
             raise RuntimeError(f"{warp}: arrives twice at the cluster's barrier, without a wait in between")
         warp.cluster_phase = self.phase
         self.arrived.add(warp)
-        joined(self.coming, warp.clock)
+        joined(self.coming, clock)
         warp.tick()
         if len(self.arrived) == len([w for w in self.warps if not w.done]):
             joined(self.known, self.coming)
@@ -207,8 +207,9 @@ class Machine:
                 warps = [w for w in warps if not w.done]
                 idle = 0
                 for copy in self.in_flight:
-                    if all(w.done for w in copy.block.warps):
-                        raise RuntimeError(f"block {copy.block.index} has ended while a copy into it is under way")
+                    for block in (copy.block, copy.source):
+                        if all(w.done for w in block.warps):
+                            raise RuntimeError(f"block {block.index} has ended while a copy of its memory is under way")
             idle += 1
             if idle > IDLE_ROUNDS:
                 raise Deadlock(f"no warp has ended for long: {'; '.join(map(str, warps[:8]))}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kdtree.emulator.arithmetic import LANES
-from kdtree.emulator.memory import SHARED_BASE, BadAccess, joined
+from kdtree.emulator.memory import SHARED_BASE, BadAccess, Race, joined
 
 if TYPE_CHECKING:
     from kdtree.emulator.machine import Block
@@ -113,7 +113,8 @@ class Box:
     """A box of a tensor map in shared memory at `address`; `place` innermost first, as the instruction has it."""
 
     def __init__(self, block: Block, tensor_map: Map, address: int, place: list[int]):
-        self.block, self.map, self.address, self.place = block, tensor_map, address, place
+        self.block = self.source = block
+        self.map, self.address, self.place = tensor_map, address, place
         if len(place) != len(tensor_map.shape):
             raise BadAccess(f"a copy with {len(place)} coordinates, its tensor map has {len(tensor_map.shape)}")
         if address % 128 or tensor_map.box[-1] * tensor_map.item != 128:
@@ -157,6 +158,27 @@ class BulkLoad(Box):
             units = swizzled(address + 16 * np.arange(8)) - SHARED_BASE
             shared[units[:, None] + np.arange(16)] = data.reshape(8, 16)
         self.barrier.landed(self.map.bytes)
+
+
+class BulkSend:
+    """A copy from one block's shared memory to another's on its way."""
+
+    def __init__(self, source: Block, block: Block, of: int, to: int, size: int, barrier: MBarrier, line: int):
+        self.source, self.block, self.size, self.barrier, self.line = source, block, size, barrier, line
+        if (of | to | size) % 16:
+            raise BadAccess(f"line {line}: a copy of {size} bytes from {of:#x} to {to:#x}, expected multiples of 16")
+        self.of, self.to = (
+            int(b.shared.offsets(np.array([at, at + size - 4]), 4)[0]) for b, at in ((source, of), (block, to))
+        )
+        self.words_of, self.words_to = (np.arange(at // 4, (at + size) // 4) for at in (self.of, self.to))
+        self.sent = source.shared.bytes[self.of : self.of + size].copy()
+
+    def perform(self) -> None:
+        """The bytes land, and the mbarrier counts them. Raises Race where what is sent has changed on the way."""
+        if (self.source.shared.bytes[self.of : self.of + self.size] != self.sent).any():
+            raise Race(f"line {self.line} sends shared memory that is written before it has gone")
+        self.block.shared.bytes[self.to : self.to + self.size] = self.sent
+        self.barrier.landed(self.size)
 
 
 class BulkStore(Box):

@@ -41,6 +41,7 @@ class Warp:
             self.pc, self.pcs[machine.threads % LANES :] = None, DONE
         self.clock = np.zeros(block.agents, dtype=np.int32)
         self.clock[agent] = 1
+        self.at_fence = np.zeros_like(self.clock)  # the clock at its last fence
         self.blocked = ""  # at a barrier, which
         self.asleep: tuple[tensor.MBarrier, int] | None = None  # until this phase ends
         self.cluster_phase: int | None = None  # in which it has arrived at the cluster's barrier
@@ -171,8 +172,8 @@ class Warp:
 
     # ---- memory
 
-    def _shared_of(self, addresses: np.ndarray, *, window: bool) -> tuple[Any, np.ndarray]:
-        """(shared memory, addresses in it) of addresses of this block or, all of them, of one block of the cluster.
+    def _block_of(self, addresses: np.ndarray, *, window: bool) -> tuple[Block, np.ndarray]:
+        """(block, addresses in it) of addresses of this block or, all of them, of one block of the cluster.
 
         window: the instruction takes addresses of the cluster's window.
         """
@@ -180,7 +181,7 @@ class Warp:
         if len(ranks) > 1:
             raise BadAccess(f"{self}: one instruction reaches into the shared memory of several blocks")
         if not len(ranks) or ranks[0] == 0:
-            return self.block.shared, addresses
+            return self.block, addresses
         if not window:
             raise BadAccess(f"{self}: ld.shared or st.shared with an address of the cluster's window")
         if ranks[0] > len(self.block.cluster.blocks):
@@ -190,14 +191,17 @@ class Warp:
             raise BadAccess(f"{self}: reaches into block {block.index} without knowing that it has begun")
         if block is not self.block and all(w.done for w in block.warps):
             raise BadAccess(f"{self}: reaches into the shared memory of block {block.index}, which has ended")
-        return block.shared, addresses & np.uint32((1 << RANK_BITS) - 1)
+        return block, addresses & np.uint32((1 << RANK_BITS) - 1)
 
     def map_shared(self, register: int, addresses: np.ndarray, ranks: np.ndarray, mask: Any, line: int) -> None:
         """mapa."""
         self.set(register, addresses + ((ranks + np.uint32(1)) << np.uint32(RANK_BITS)), mask)
 
     def cluster_arrive(self, mask: Any, line: int) -> None:
-        self.block.cluster.arrive(self)
+        self.block.cluster.arrive(self, self.clock)
+
+    def cluster_arrive_relaxed(self, mask: Any, line: int) -> None:
+        self.block.cluster.arrive(self, self.at_fence)
 
     def cluster_wait(self, mask: Any, line: int) -> None:
         if self.cluster_phase is None:
@@ -208,7 +212,8 @@ class Warp:
         self, registers: tuple, addresses: np.ndarray, size: int, mask: Any, line: int, *, window: bool = False
     ) -> None:
         lanes = lanes_of(mask)
-        shared, here = self._shared_of(addresses[lanes], window=window)
+        block, here = self._block_of(addresses[lanes], window=window)
+        shared = block.shared
         at = shared.offsets(here, size * len(registers))
         shared.read(self.who(line), shared.words(at, size * len(registers)))
         memory = shared.bytes.view(f"u{size}")
@@ -223,7 +228,8 @@ class Warp:
         lanes = lanes_of(mask)
         for rank in np.unique(addresses[lanes] >> RANK_BITS):  # to several blocks of the cluster at once is fine
             chosen = lanes[addresses[lanes] >> RANK_BITS == rank]
-            shared, here = self._shared_of(addresses[chosen], window=window)
+            block, here = self._block_of(addresses[chosen], window=window)
+            shared = block.shared
             at = shared.offsets(here, size * len(values))
             memory = shared.bytes.view(f"u{size}")
             new = np.stack([value.view(f"u{value.dtype.itemsize}")[chosen].astype(f"u{size}") for value in values], 1)
@@ -321,6 +327,7 @@ class Warp:
 
     def fence_proxy(self, mask: Any, line: int) -> None:
         self.block.shared.fenced[self.agent] = self.clock[self.agent]
+        self.at_fence = self.clock.copy()
         self.tick()
 
     # ---- copies by threads
@@ -357,6 +364,19 @@ class Warp:
             who = self.who(line, is_async=True)
             self.block.shared.write(who, load.words(), epoch=barrier.phase + 1, agent=barrier.agent)
             self.machine.in_flight.append(load)
+
+    def bulk_send(self, to: Any, of: Any, sizes: Any, barriers: Any, mask: Any, line: int) -> None:
+        for lane in lanes_of(mask):
+            block, there = self._block_of(to[lane : lane + 1], window=True)
+            at_home, barrier_there = self._block_of(barriers[lane : lane + 1], window=True)
+            if at_home is not block:
+                raise BadAccess(f"{self}: a copy to block {block.index} that ends at an mbarrier of {at_home.index}")
+            barrier = block.mbarrier(int(barrier_there[0]))
+            send = tensor.BulkSend(self.block, block, int(of[lane]), int(there[0]), int(sizes[lane]), barrier, line)
+            who = self.who(line, is_async=True)
+            self.block.shared.read(who, send.words_of)
+            block.shared.write(who, send.words_to, epoch=barrier.phase + 1, agent=barrier.agent)
+            self.machine.in_flight.append(send)
 
     def bulk_store(self, maps: Any, coordinates: tuple, of: Any, mask: Any, line: int) -> None:
         for lane in lanes_of(mask):

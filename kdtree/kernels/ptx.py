@@ -182,6 +182,7 @@ ex2_approx = _op(
     "ex2_approx", "ex2.approx.ftz.f32 $0, $1;", "f", "f", pure=True, doc="2 to the power `$1`; 2**-inf is 0."
 )
 lg2_approx = _op("lg2_approx", "lg2.approx.ftz.f32 $0, $1;", "f", "f", pure=True, doc="Base-2 logarithm of `$1`.")
+rcp_approx = _op("rcp_approx", "rcp.approx.ftz.f32 $0, $1;", "f", "f", pure=True, doc="1 / `$1`, within 1 ulp.")
 max_f32 = _op("max_f32", "max.f32 $0, $1, $2;", "ff", "f", pure=True, doc="The larger; of NaN and a number the number.")
 cvt_bf16x2 = _op(
     "cvt_bf16x2", "cvt.rn.bf16x2.f32 $0, $2, $1;", "ff", "r", pure=True, doc="Two bfloat16, `$1` in the low half."
@@ -276,12 +277,29 @@ st_cluster_v2_f32 = _op(
     target=HOPPER,
     doc="Store 8 bytes to a block of the cluster.",
 )
+cp_async_bulk_cluster = _op(
+    "cp_async_bulk_cluster",
+    "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+    "rrrr",
+    target=HOPPER,
+    doc="Copy `$2` bytes (a multiple of 16, as both addresses are) from this block's shared `$1` to `$0` in a block of "
+    "the cluster; mbarrier `$3` of that block counts them. `map_shared` gives `$0` and `$3`. This block must not end "
+    "before they are there.",
+)
 cluster_arrive = _op(
     "cluster_arrive",
     "barrier.cluster.arrive.release.aligned;",
     "",
     target=HOPPER,
     doc="Arrive at the cluster's barrier: what this thread wrote is seen by who waits. All threads of all blocks do.",
+)
+cluster_arrive_relaxed = _op(
+    "cluster_arrive_relaxed",
+    "barrier.cluster.arrive.relaxed.aligned;",
+    "",
+    target=HOPPER,
+    doc="Arrive as `cluster_arrive` does, which takes as long as a fence for the whole GPU, but only with what came "
+    "before this thread's last fence: to say how far it is, not to hand data on.",
 )
 cluster_wait = _op(
     "cluster_wait",

@@ -233,6 +233,17 @@ def lg2_approx(out, x):
     out[cuda.threadIdx.x] = ptx.lg2_approx(x[cuda.threadIdx.x])
 
 
+NUMBERS = POSITIVE[POSITIVE != 2**127]  # whose reciprocal is too small for a normal float32
+with np.errstate(divide="ignore"):
+    RECIPROCALS = 1 / NUMBERS
+
+
+@probe(ins=(NUMBERS,), want=RECIPROCALS, threads=len(NUMBERS), rtol=2**-22)
+def rcp_approx(out, x):
+    """Of 0 it is inf, and of inf 0."""
+    out[cuda.threadIdx.x] = ptx.rcp_approx(x[cuda.threadIdx.x])
+
+
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
     """Pairs of float32, rounded to `dtype` (ties to even), as int32 with the first of a pair in the low half."""
     with np.errstate(over="ignore"):

@@ -1,4 +1,4 @@
-"""The probe of clusters: blocks that read and write each other's shared memory."""
+"""The probes of clusters: blocks that read and write each other's shared memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 
 from kdtree._cuda import cuda
 from kdtree.kernels import ptx
+from kdtree.kernels.hopper import wait
 from kdtree.kernels.ptx_probes import LANES, ONE_TO_32, probe
 
 f32, i32 = np.float32, np.int32
@@ -49,3 +50,40 @@ def cluster_rank(out):
     x, y = ptx.ld_shared_v2_f32(base + 512 + 8 * lane)
     out[at + 128 + lane * 2] = x
     out[at + 128 + lane * 2 + 1] = y
+
+
+@probe(
+    want=np.stack([1000 * ((r - 1) % BLOCKS) + LANES for r in range(BLOCKS)]).astype(np.int32),
+    blocks=BLOCKS,
+    cluster=BLOCKS,
+    shared=256 + 8,
+    also=("cluster_arrive_relaxed",),
+)
+def cp_async_bulk_cluster(out):
+    """Each block sends 128 bytes into the block behind it, whose mbarrier waits for them.
+
+    The mbarrier is told how many bytes come before the cluster meets for the first time, so none come before that. The
+    cluster meets again at the end: a block that has got its bytes says so, and the one that sent them may end.
+    """
+    lane = cuda.threadIdx.x
+    rank = ptx.cluster_rank()
+    base = ptx.shared_base()
+    barrier = i32(base + 256)
+    if ptx.elect_one():
+        ptx.mbarrier_init(barrier, 1)
+        ptx.fence_mbarrier_init()
+        ptx.mbarrier_expect_tx(barrier, 128)
+    ptx.warp_sync()
+    ptx.st_shared_b32(base + 4 * lane, 1000 * rank + lane)
+    ptx.fence_proxy_async()
+    ptx.cluster_arrive()
+    ptx.cluster_wait()
+    behind = i32((rank + 1) & (BLOCKS - 1))
+    if ptx.elect_one():
+        to = ptx.map_shared(base + 128, behind)
+        ptx.cp_async_bulk_cluster(to, base, 128, ptx.map_shared(barrier, behind))
+    ptx.warp_sync()
+    wait(barrier, 0)
+    out[cuda.blockIdx.x * 32 + lane] = ptx.ld_shared_b32(base + 128 + 4 * lane)
+    ptx.cluster_arrive_relaxed()
+    ptx.cluster_wait()

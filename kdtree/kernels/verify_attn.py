@@ -9,8 +9,8 @@ Ladder, a module each: `verify_simt`, `verify_mma`, `verify_cluster`, `verify_wg
             launch joins the splits by log-sum-exp. No tensor cores, no warp primitives: the readable one.
     mma     64 rows share a KV tile, and both products run on tensor cores by mma.sync. Q stays in registers, split by
             columns over four warps; the next tile is under way by cp.async while this one is worked on.
-    cluster Hopper, for short caches, by name only until it has been timed: 8 or 4 blocks share a row tile, by KV rows
-            for the scores and by columns for the values, and exchange P through each other's shared memory.
+    cluster Hopper, for short caches: 8 or 4 blocks share a row tile, by KV rows for the scores and by columns for the
+            values, and send each other P through shared memory.
     wgmma   Hopper: a warpgroup computes scores and softmax, two compute P·V, and TMA keeps a ring of tiles filled. The
             KV tiles of all requests are cut into equal shares, and partial results are joined in the same launch.
 """
@@ -50,9 +50,19 @@ class Asked:
     scale: float = 1.0
 
     @property
+    def row_tiles(self) -> int:
+        """Tiles of 64 query rows."""
+        return self.B * -(-self.N * self.H // 64)
+
+    @property
+    def kv_tiles(self) -> int:
+        """Tiles of 64 cache rows that a request may have."""
+        return -(-self.capacity // 64)
+
+    @property
     def tiles(self) -> int:
         """Products of 64 query rows and 64 cache rows."""
-        return self.B * -(-self.N * self.H // 64) * -(-self.capacity // 64)
+        return self.row_tiles * self.kv_tiles
 
 
 def unfit(impl: str, asked: Asked) -> str:
@@ -87,9 +97,20 @@ def unfit(impl: str, asked: Asked) -> str:
 
 SMALL = 132  # products of 64 x 64: one for each SM of an H200
 
+
+def _few_rounds(asked: Asked) -> bool:
+    """Do all clusters of an H200 run at once, and are they through the cache in a few rounds?"""
+    return asked.row_tiles <= 28 and asked.kv_tiles <= (16 if asked.row_tiles <= 3 else 24)
+
+
 # The first row that holds, and whose kernel can take the call, is taken. The reasons were measured on an H200;
 # `kdtree.measure.grid` times every kernel at every shape.
 TABLE: tuple[tuple[str, Callable[[Asked], bool], str], ...] = (
+    (
+        "cluster",
+        _few_rounds,
+        "7 to 10 µs at 5 KV tiles where mma takes 14 to 18, as partial results stay on the chip; 4 µs more a round",
+    ),
     (
         "mma",
         lambda asked: asked.tiles <= SMALL,

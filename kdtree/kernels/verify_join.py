@@ -28,9 +28,10 @@ WEIGHTS_BYTES = 36 * 1024  # of shared memory: 64 weights for up to 144 contribu
 
 
 @functools.cache
-def device_functions(dtype: str) -> tuple[Any, Any]:
-    """(store_partial, join) for outputs of `dtype`."""
+def device_functions(dtype: str, traced: bool = False) -> tuple[Any, Any, Any]:
+    """(store_partial, meet, join) for outputs of `dtype`. traced: see `verify_wgmma.TRACED`."""
     from kdtree.kernels import ptx
+    from kdtree.kernels.hopper import wait
 
     pack = ptx.cvt_bf16x2 if dtype == "bfloat16" else ptx.cvt_f16x2
 
@@ -47,6 +48,16 @@ def device_functions(dtype: str) -> tuple[Any, Any]:
             )
 
     @cuda.jit(device=True, inline="always")
+    def meet(meeting, turn):
+        """All threads of the block meet; returns the parity of the next phase of mbarrier `meeting`."""
+        if traced:
+            ptx.mbarrier_arrive(meeting)
+            wait(meeting, turn)
+        else:
+            cuda.syncthreads()
+        return i32(turn ^ 1)
+
+    @cuda.jit(device=True, inline="always")
     def place_of(k, first, members, member):
         """Number of contributor k's partial result: the first one's item begins in its range, the others' go on."""
         return i64(((first + k) * members + member) * 2 + (1 if k == 0 else 0))
@@ -54,6 +65,8 @@ def device_functions(dtype: str) -> tuple[Any, Any]:
     @cuda.jit(device=True, inline="always")
     def join(
         scratch,  # shared memory, 42 KiB
+        meeting,  # mbarrier of all threads of the block
+        turn,  # the parity of its phase
         words,  # shared memory: {used, request, row tile, first position, tiles} of the unfinished item
         tid,
         group,
@@ -86,7 +99,7 @@ def device_functions(dtype: str) -> tuple[Any, Any]:
                 # Every contributor has seen the sum: the next launch finds zeros.
                 ptx.st_global_b32(arrived, 0)
                 ptx.st_global_b32(left, 0)
-        cuda.syncthreads()
+        turn = meet(meeting, turn)
         warp, lane = i32(tid >> 5), i32(tid & 31)
         # ---- weights of every row in every partial result
         logs = ptx.address(part_lse)
@@ -94,7 +107,7 @@ def device_functions(dtype: str) -> tuple[Any, Any]:
             k = i32(i >> 4)
             x, y, z, w = ptx.ld_relaxed_v4_f32(logs + place_of(k, first, members, member) * 256 + (i & 15) * 16)
             ptx.st_shared_v4_f32(i32(scratch + i * 16), x, y, z, w)
-        cuda.syncthreads()
+        turn = meet(meeting, turn)
         if tid < 256:
             row, part = i32(tid >> 2), i32(tid & 3)
             top = NEG  # max passes over NaN, the sum below does not
@@ -116,7 +129,7 @@ def device_functions(dtype: str) -> tuple[Any, Any]:
             if mine == 0 and part == 0 and at_row < n_rows:
                 log = NEG if weight == f32(0.0) else (shift + ptx.lg2_approx(weight)) * LN2
                 lse[i64(b) * n_rows + at_row] = log
-        cuda.syncthreads()
+        turn = meet(meeting, turn)
         # ---- values: a warp takes every 12th unit, three at a time; or `teams` warps take one, each every `teams`-th
         # part of it
         # Warps whose 16 rows are not there have stored nothing.
@@ -180,7 +193,7 @@ def device_functions(dtype: str) -> tuple[Any, Any]:
                 ptx.st_shared_v4_f32(
                     i32(scratch + WEIGHTS_BYTES + warp * 512 + lane * 16), sums[0], sums[1], sums[2], sums[3]
                 )
-                cuda.syncthreads()
+                turn = meet(meeting, turn)
                 if team == 0:
                     for other in range(1, teams):
                         at = i32(scratch + WEIGHTS_BYTES + (other * shares + warp) * 512 + lane * 16)
@@ -200,6 +213,7 @@ def device_functions(dtype: str) -> tuple[Any, Any]:
                         if i32(row + 8) < n_rows:
                             ptx.st_global_b32(at + 8 * 1024, pack(sums[u * 4 + 2], sums[u * 4 + 3]))
             unit = stop if teams > 1 else i32(unit + 3 * WARPS)
-        cuda.syncthreads()
+        turn = meet(meeting, turn)
+        return turn
 
-    return store_partial, join
+    return store_partial, meet, join

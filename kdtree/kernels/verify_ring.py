@@ -4,11 +4,15 @@ A block's work is a list of *items*: a row tile of 64 query rows against a range
 of a ring of three 64 KiB slots: an item's Q, then the value parts of its KV tiles. The rope parts of the tiles have
 two places of their own, for even and odd tiles; P replaces them there.
 
-    prepare    notes an item down, in eight places by turns, since who writes an item's output may lag behind
-    copy_step  copies the entries that have room once P·V of tile k is done
-    copy_rope  copies the rope part of tile k + 2 then, where P of tile k has been
+    prepare     notes an item down, in eight places by turns, since who writes an item's output may lag behind
+    plan        works out records of up to 32 tiles, a lane each: where they lie, what is to be heeded
+    look_ahead  the left warpgroup's part while the tensor cores are at P·V of tile k: plans, fetches a tile to the L2
+    copy_ropes  the right one's, once P·V of tile k is done: copies the rope parts of tiles up to k + 2
+    issue       then, on both sides: copies that side's half of the entries that have room now
 
-A TMA box of four chunks of 64 columns makes a tile two instructions: its tensor map has the columns as two dimensions.
+Who copies also multiplies, and nothing is multiplied meanwhile: what can be known before is in the records.
+
+A TMA box of four chunks of 64 columns is half a tile: its tensor map has the columns as two dimensions.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ VALUE_CHUNKS = 8  # of the value part, 512 wide; the ninth chunk of a row is its
 KEPT = 7  # chunks of Q that live in registers, 112 of them
 SLOT = VALUE_CHUNKS * CHUNK
 SLOTS = 3
+HALF_SLOT = SLOT // 2
 WIDTH = 512  # of the value part
 
 # Bytes from the base of shared memory
@@ -35,14 +40,12 @@ ROPE = SLOTS * SLOT
 Q_REST = ROPE + 2 * CHUNK  # Q's last two chunks
 STATS = Q_REST + 2 * CHUNK  # for even and odd tiles: 64 rescale factors, 64 final factors
 ITEMS = STATS + 2 * 512  # eight items
-TICKETS = ITEMS + 8 * 64  # one a slot
-ROPES = TICKETS + SLOTS * 16  # where the rope parts of four tiles come from, and the tile, if it is to be copied later
-WORDS = ROPES + 4 * 16
-BARS = WORDS + 128
+RECORDS = ITEMS + 8 * 64  # of 32 tiles by turns
+WORDS = RECORDS + 32 * 16
+BARS = WORDS + 224
 SHARED_BYTES = BARS + 128
-# mbarriers: two a slot, for its halves; then by even and odd tiles
-FULL, ROPE_FULL, Q_FULL, P_READY, GO, DONE = (BARS + 8 * i for i in (0, 6, 8, 9, 11, 13))
-HALF_SLOT = SLOT // 2
+# mbarriers: two a slot, for its halves; by even and odd tiles; all threads of the block
+FULL, ROPE_FULL, Q_FULL, P_READY, GO, DONE, MEETING = (BARS + 8 * i for i in (0, 6, 8, 9, 11, 13, 15))
 
 # An item. WHICH is WHOLE, or the number of the block's partial result.
 (I_REQUEST, I_ROWS, I_FIRST, I_EXISTS, I_T0, I_T1, I_FINAL, I_PREFIX, I_START, I_END, I_USED, I_WHICH, I_ORIGIN,
@@ -50,21 +53,28 @@ HALF_SLOT = SLOT // 2
 WHOLE = 2
 BROKEN = -1  # in USED: the request's lengths do not fit its cache
 
-# A ticket: what is in a slot
-T_AT, T_FLAGS, T_ITEM, T_BAD = 0, 4, 8, 12
+# A record: {cache row, a multiple of 64, and flags; page or request; row in that; item's number}
+R_ITEM = 12
 FIRST, LAST, MASKED, FINAL = 1, 2, 4, 8  # of an item's tiles; with tree slots or an end in it; the block's last
+EMPTY, BAD, FLAGS = 16, 32, 63  # no row of it is the request's; a page that is none; all of them
 
-# The block's range; where `prepare` and `copy_step` stand
+# The block's range; where `prepare` stands, and what copies: by sides where a side is read or written by one alone
 W_BEGIN, W_STOP, W_REQUEST, W_BASE, W_TOTAL, W_GROUPS = (WORDS + 4 * i for i in range(6))
 W_POSITION = WORDS + 28
-C_SLOT, C_TILE, C_KV, C_ITEM, C_HELD = (WORDS + 32 + 4 * i for i in range(5))  # C_HELD has a word a slot
-W_PARTS = WORDS + 64
+PLANNED = WORDS + 32  # {tiles, the item's next tile or -1, items}
+ISSUED = WORDS + 48  # a side: {tiles, slot, is the next tile's Q copied}
+UNTIL = WORDS + 80  # a side and slot: the tile whose P·V frees it
+KNOWN = WORDS + 112  # a side: planned tiles that it may read
+TOLD = WORDS + 120  # the same, from the left side to the right, for even and odd tiles
+ROPES = WORDS + 128  # tiles whose rope parts are copied
+FETCH = WORDS + 132  # the next tile that this block fetches to the L2 for its group
+W_PARTS = WORDS + 144
 NOTE_BYTES = 32  # of what is kept of an unfinished item: used, request, row tile, first position, tiles
 
 
 @functools.cache
-def device_functions(mode: str) -> tuple[Any, Any, Any]:
-    """(prepare, copy_step, copy_rope), for a kernel whose first three parameters are the maps of q, KV and rope parts.
+def device_functions(mode: str) -> tuple[Any, ...]:
+    """(prepare, plan, look_ahead, issue, copy_ropes), for a kernel whose first three parameters map q, KV, rope parts.
 
     mode: see `latent_maps.page_mode`.
     """
@@ -112,6 +122,7 @@ def device_functions(mode: str) -> tuple[Any, Any, Any]:
             final = position >= stop
             if missing and t1 == tiles and sweep == passes - 2:
                 final = position + tiles >= stop
+            ptx.warp_sync()  # all have read what one writes now
             if lane == 0 and t1 <= t0:
                 ptx.st_shared_b32(item + I_EXISTS, 0)
             elif lane == 0:
@@ -134,141 +145,185 @@ def device_functions(mode: str) -> tuple[Any, Any, Any]:
         ptx.warp_sync()
 
     @cuda.jit(device=True, inline="always")
-    def rope(base, k, lane, page_table, page_size, max_pages, n_pages, row, where, low, high):
-        """One warp: copy the rope part of tile k."""
-        full = i32(base + ROPE_FULL + (k & 1) * 8)
-        into = i32(base + ROPE + (k & 1) * CHUNK)
-        if ptx.elect_one() != 0:
-            if high <= low:
-                ptx.mbarrier_arrive(full)
-            elif parts:
-                ptx.mbarrier_expect_tx(full, (high - low) * page_size * 128)
-            else:
-                ptx.mbarrier_expect_tx(full, CHUNK)
-                ptx.cp_async_bulk_tensor_4d(into, rope_map(), 0, row, VALUE_CHUNKS, where, full)
-        if parts:
-            ptx.warp_sync()
-            if low <= lane and lane < high:  # a lane a page, of which a tile has eight at most
-                page = i32(page_table[i64(where) * max_pages + i32(ptx.div_u32(row, page_size) + lane)])
-                if page < 0 or page >= n_pages:
-                    page = i32(0)
-                ptx.cp_async_bulk_tensor_4d(
-                    i32(into + lane * page_size * 128), rope_map(), 0, 0, VALUE_CHUNKS, page, full
-                )
+    def small_pages(at, start, end, page_size):
+        """(first, end) of a tile's small pages that hold rows of the request. The others may not exist."""
+        low = ptx.div_u32(max(start - at, 0), page_size)
+        return low, ptx.div_u32(max(min(end - at, 64) + page_size - 1, 0), page_size)
 
     @cuda.jit(device=True, inline="always")
-    def copy_rope(base, k, lane, page_table, page_size, max_pages, n_pages):
-        """One warp, once P·V of tile k - 2 is done: copy the rope part of tile k, if `copy_step` left that."""
-        row, where, rows, tile = ptx.ld_shared_v4_b32(base + ROPES + (k & 3) * 16)
-        if tile == k:
-            low, high = i32(rows & 255), i32(rows >> 8)
-            rope(base, k, lane, page_table, page_size, max_pages, n_pages, row, where, low, high)
-        ptx.warp_sync()
-
-    @cuda.jit(device=True, inline="always")
-    def copy_step(base, lane, k, page_table, page_size, max_pages, n_pages):
-        """One warp, once P·V of tile k is done (-1: at the start): copy the entries that have room now.
-
-        A slot is free when the KV tile in it is used up, or the first tile of the item whose Q it holds. The place of a
-        rope part is free when P of two tiles before is used up. The maps of q and of the cache have four dimensions: 64
-        columns, rows, chunks of columns, requests or pages. Boxes: q 64 rows x 2 chunks; kv 64 x 4; rope a page's rows
-        of a tile x 1.
-        """
-        slot, tile, kv, number = ptx.ld_shared_v4_b32(base + C_SLOT)
-        more = True
+    def plan(base, lane, k, upto, page_table, page_size, max_pages, n_pages):
+        """One warp, at tile k: records of tiles up to k + 30, of items up to number `upto`, which are noted."""
+        planned, tile, number, _ = ptx.ld_shared_v4_b32(base + PLANNED)
+        limit = i32(k + 31)  # its place is that of tile k - 1, which nobody reads any more
+        more = planned < limit and (tile >= 0 or number <= upto)
         while more:
             item = i32(base + ITEMS + (number & 7) * 64)
             b, rows, first, exists = ptx.ld_shared_v4_b32(item)
-            more = ptx.ld_shared_b32(base + C_HELD + slot * 4) <= k and (tile >= 0 or exists != 0)
-            if more:
-                full = i32(base + FULL + slot * 16)
-                into = i32(base + slot * SLOT)
+            if exists == 0:
+                more = False
+            else:
                 t0, t1, final, prefix = ptx.ld_shared_v4_b32(item + I_T0)
+                start, end, used, which = ptx.ld_shared_v4_b32(item + I_START)
                 if tile < 0:
-                    if ptx.elect_one() != 0:
-                        for g in range(2):
-                            ptx.mbarrier_expect_tx(full + g * 8, HALF_SLOT)
-                        for c in range(0, 8, 2):
-                            ptx.cp_async_bulk_tensor_4d(into + c * CHUNK, q_map(), 0, rows, c, b, full + (c >> 2) * 8)
-                        ptx.st_shared_b32(base + C_HELD + slot * 4, kv)
                     tile = t0
-                else:
-                    start, end, used, which = ptx.ld_shared_v4_b32(item + I_START)
-                    at = i32((first + tile) * 64)
-                    flags = i32(0)
-                    if tile == t0:
-                        flags = i32(FIRST)
-                    if tile == i32(t1 - 1):
-                        flags = i32(flags | LAST | final)
+                count = min(i32(t1 - tile), i32(limit - planned))
+                if lane < count:
+                    mine = i32(tile + lane)
+                    at = i32((first + mine) * 64)
+                    row, where, word = at, b, at
+                    if mine == t0:
+                        word = i32(word | FIRST)
+                    if mine == i32(t1 - 1):
+                        word = i32(word | LAST | final)
                     if i32(at + 64) > min(prefix, end) or at < start:
-                        flags = i32(flags | MASKED)
-                    tile = i32(tile + 1)
-                    if flags & LAST != 0:
-                        tile = i32(-1)
-                    row, where, low, high, bad = at, b, i32(0), i32(1), i32(0)
-                    height = i32(64)
-                    if parts:
-                        height = i32(page_size)
-                    if paged:
-                        # Rows that are not the request's are not read: their pages may not exist.
-                        low = ptx.div_u32(max(start - at, 0), height)
-                        high = ptx.div_u32(max(min(end - at, 64) + height - 1, 0), height)
+                        word = i32(word | MASKED)
+                    if at >= end:
+                        word = i32(word | EMPTY)
+                    elif parts:
+                        low, high = small_pages(at, start, end, page_size)
                         index = ptx.div_u32(at, page_size)
-                        if parts:
-                            if low <= lane and lane < high:
-                                page = i32(page_table[i64(b) * max_pages + i32(index + lane)])
-                                if page < 0 or page >= n_pages:
-                                    bad = i32(1)
-                            bad = ptx.vote_ballot(bad)
-                        elif high > low:
-                            where = i32(page_table[i64(b) * max_pages + index])
-                            row = i32(at - index * page_size)
-                            if where < 0 or where >= n_pages:
-                                bad = i32(1)
-                                where = i32(0)
-                    if ptx.elect_one() != 0:
-                        ptx.st_shared_v4_b32(base + TICKETS + slot * 16, at, flags, number, bad)
-                        if kv > i32(k + 2):
-                            ptx.st_shared_v4_b32(base + ROPES + (kv & 3) * 16, row, where, i32(low | (high << 8)), kv)
-                        ptx.st_shared_b32(base + C_HELD + slot * 4, kv)
-                        for g in range(2):
-                            if high > low:
-                                ptx.mbarrier_expect_tx(full + g * 8, (high - low) * height * 512)
-                            else:
-                                ptx.mbarrier_arrive(full + g * 8)
-                        if not parts and high > low:
-                            for g in range(2):
-                                ptx.cp_async_bulk_tensor_4d(
-                                    into + g * HALF_SLOT, kv_map(), 0, row, g * 4, where, full + g * 8
-                                )
-                            if kv > i32(k + 2):
-                                ptx.cp_async_bulk_prefetch_tensor_4d(rope_map(), 0, row, VALUE_CHUNKS, where)
-                    ptx.warp_sync()
-                    if parts:
-                        if low <= lane and lane < high:
-                            page = i32(page_table[i64(b) * max_pages + i32(index + lane)])
+                        while low < high:
+                            page = i32(page_table[i64(b) * max_pages + i32(index + low)])
                             if page < 0 or page >= n_pages:
-                                page = i32(0)
-                            to = i32(into + lane * height * 128)
-                            c = i32(0)
-                            while c < VALUE_CHUNKS:
-                                ptx.cp_async_bulk_tensor_4d(
-                                    i32(to + c * CHUNK), rope_map(), 0, 0, c, page, i32(full + (c >> 2) * 8)
-                                )
-                                c = i32(c + 1)
-                    if kv <= i32(k + 2):
-                        # Nothing is in its place: at once. Later ones are the other warpgroup's, see `copy_rope`.
-                        ptx.warp_sync()
-                        rope(base, kv, lane, page_table, page_size, max_pages, n_pages, row, where, low, high)
-                    kv = i32(kv + 1)
-                    if tile < 0:
-                        number = i32(number + 1)
-                ptx.warp_sync()
-                slot = i32(slot + 1)
-                if slot == SLOTS:
-                    slot = i32(0)
+                                word = i32(word | BAD)
+                            low = i32(low + 1)
+                    elif paged:
+                        index = ptx.div_u32(at, page_size)
+                        where = i32(page_table[i64(b) * max_pages + index])
+                        row = i32(at - index * page_size)
+                        if where < 0 or where >= n_pages:
+                            word = i32(word | BAD)
+                            where = i32(0)
+                    ptx.st_shared_v4_b32(base + RECORDS + ((planned + lane) & 31) * 16, word, where, row, number)
+                planned = i32(planned + count)
+                tile = i32(tile + count)
+                if tile == t1:
+                    tile = i32(-1)
+                    number = i32(number + 1)
+                more = planned < limit and (tile >= 0 or number <= upto)
+        ptx.warp_sync()
         if ptx.elect_one() != 0:
-            ptx.st_shared_v4_b32(base + C_SLOT, slot, tile, kv, number)
+            ptx.st_shared_v4_b32(base + PLANNED, planned, tile, number, 0)
+            ptx.st_shared_b32(base + KNOWN, planned)
         ptx.warp_sync()
 
-    return prepare, copy_step, copy_rope
+    @cuda.jit(device=True, inline="always")
+    def look_ahead(base, lane, k, members, page_table, page_size, max_pages, n_pages):
+        """The left side's first warp, while P·V of tile k is under way."""
+        if ptx.ld_shared_b32(base + PLANNED) < i32(k + 8):
+            upto = i32(ptx.ld_shared_b32(base + RECORDS + (k & 31) * 16 + R_ITEM) + 2)
+            plan(base, lane, k, upto, page_table, page_size, max_pages, n_pages)
+        planned = ptx.ld_shared_b32(base + PLANNED)
+        # The next tile but one to be copied: three slots are too few to wait for memory. The group's blocks take turns.
+        tile = i32(ptx.ld_shared_b32(base + ISSUED) + 1)
+        turn = ptx.ld_shared_b32(base + FETCH)
+        ptx.warp_sync()
+        if ptx.elect_one() != 0:
+            ptx.st_shared_b32(base + TOLD + (k & 1) * 4, planned)
+            if not parts and tile >= turn:
+                ptx.st_shared_b32(base + FETCH, i32(turn + members))
+                if tile == turn and tile < planned:
+                    word, where, row, _ = ptx.ld_shared_v4_b32(base + RECORDS + (tile & 31) * 16)
+                    if word & EMPTY == 0:
+                        for g in range(2):
+                            ptx.cp_async_bulk_prefetch_tensor_4d(kv_map(), 0, row, g * 4, where)
+                        ptx.cp_async_bulk_prefetch_tensor_4d(rope_map(), 0, row, VALUE_CHUNKS, where)
+        ptx.warp_sync()
+
+    @cuda.jit(device=True, inline="always")
+    def issue(base, lane, side, k, page_table, page_size, max_pages, n_pages):
+        """One warp a side, once P·V of tile k is done (-1: at the start): copy that side's half of what has room now.
+
+        A slot is free when the KV tile in it is used up, or the first tile of the item whose Q it holds. The maps of q
+        and of the cache have four dimensions: 64 columns, rows, chunks of columns, requests or pages. Boxes: q 64 rows
+        x 2 chunks; kv 64 x 4; rope a page's rows of a tile x 1.
+        """
+        issued, slot, asked, _ = ptx.ld_shared_v4_b32(base + ISSUED + side * 16)
+        known = ptx.ld_shared_b32(base + KNOWN + side * 4)
+        more = issued < known
+        while more:
+            until = i32(base + UNTIL + side * 16 + slot * 4)
+            if ptx.ld_shared_b32(until) > k:
+                more = False
+            else:
+                word, where, row, number = ptx.ld_shared_v4_b32(base + RECORDS + (issued & 31) * 16)
+                full = i32(base + FULL + slot * 16 + side * 8)
+                into = i32(base + slot * SLOT + side * HALF_SLOT)
+                ptx.warp_sync()
+                if asked == 0 and word & FIRST != 0:
+                    if ptx.elect_one() != 0:
+                        ptx.st_shared_b32(until, issued)
+                        b, rows, first, exists = ptx.ld_shared_v4_b32(base + ITEMS + (number & 7) * 64)
+                        ptx.mbarrier_expect_tx(full, HALF_SLOT)
+                        for c in range(0, 4, 2):
+                            ptx.cp_async_bulk_tensor_4d(into + c * CHUNK, q_map(), 0, rows, i32(side * 4 + c), b, full)
+                    asked = i32(1)
+                else:
+                    if ptx.elect_one() != 0:
+                        ptx.st_shared_b32(until, issued)
+                        if word & EMPTY != 0:
+                            ptx.mbarrier_arrive(full)
+                        elif not parts:
+                            ptx.mbarrier_expect_tx(full, HALF_SLOT)
+                            ptx.cp_async_bulk_tensor_4d(into, kv_map(), 0, row, side * 4, where, full)
+                    if parts and word & EMPTY == 0:
+                        at = i32(word & ~FLAGS)
+                        start, end, used, which = ptx.ld_shared_v4_b32(base + ITEMS + (number & 7) * 64 + I_START)
+                        low, high = small_pages(at, start, end, page_size)
+                        if ptx.elect_one() != 0:
+                            ptx.mbarrier_expect_tx(full, (high - low) * page_size * 512)
+                        ptx.warp_sync()
+                        if low <= lane and lane < high:  # a lane a page, of which a tile has eight at most
+                            index = i32(ptx.div_u32(at, page_size) + lane)
+                            page = i32(page_table[i64(where) * max_pages + index])
+                            if page < 0 or page >= n_pages:
+                                page = i32(0)
+                            for c in range(4):
+                                to = i32(into + c * CHUNK + lane * page_size * 128)
+                                ptx.cp_async_bulk_tensor_4d(to, rope_map(), 0, 0, i32(side * 4 + c), page, full)
+                    asked = i32(0)
+                    issued = i32(issued + 1)
+                ptx.warp_sync()
+                slot = i32(slot + 1) if slot < SLOTS - 1 else i32(0)
+                more = issued < known
+        ptx.warp_sync()
+        if ptx.elect_one() != 0:
+            ptx.st_shared_v4_b32(base + ISSUED + side * 16, issued, slot, asked, 0)
+        ptx.warp_sync()
+
+    @cuda.jit(device=True, inline="always")
+    def copy_ropes(base, lane, k, page_table, page_size, max_pages, n_pages):
+        """The right side's first warp, once P·V of tile k is done: where P of tile k was is room."""
+        tile = ptx.ld_shared_b32(base + ROPES)
+        known = ptx.ld_shared_b32(base + TOLD + (k & 1) * 4)
+        while tile <= i32(k + 2) and tile < known:
+            word, where, row, number = ptx.ld_shared_v4_b32(base + RECORDS + (tile & 31) * 16)
+            full = i32(base + ROPE_FULL + (tile & 1) * 8)
+            into = i32(base + ROPE + (tile & 1) * CHUNK)
+            if ptx.elect_one() != 0:
+                if word & EMPTY != 0:
+                    ptx.mbarrier_arrive(full)
+                elif not parts:
+                    ptx.mbarrier_expect_tx(full, CHUNK)
+                    ptx.cp_async_bulk_tensor_4d(into, rope_map(), 0, row, VALUE_CHUNKS, where, full)
+            if parts and word & EMPTY == 0:
+                at = i32(word & ~FLAGS)
+                start, end, used, which = ptx.ld_shared_v4_b32(base + ITEMS + (number & 7) * 64 + I_START)
+                low, high = small_pages(at, start, end, page_size)
+                if ptx.elect_one() != 0:
+                    ptx.mbarrier_expect_tx(full, (high - low) * page_size * 128)
+                ptx.warp_sync()
+                if low <= lane and lane < high:
+                    page = i32(page_table[i64(where) * max_pages + i32(ptx.div_u32(at, page_size) + lane)])
+                    if page < 0 or page >= n_pages:
+                        page = i32(0)
+                    to = i32(into + lane * page_size * 128)
+                    ptx.cp_async_bulk_tensor_4d(to, rope_map(), 0, 0, VALUE_CHUNKS, page, full)
+            tile = i32(tile + 1)
+        ptx.warp_sync()
+        if ptx.elect_one() != 0:
+            ptx.st_shared_b32(base + ROPES, tile)
+            ptx.st_shared_b32(base + KNOWN + 4, known)
+        ptx.warp_sync()
+
+    return prepare, plan, look_ahead, issue, copy_ropes

@@ -6,8 +6,9 @@ Three warpgroups:
 
     scores   keeps 448 of Q's 576 columns in registers, computes S = Q·Kᵀ and the running softmax, and stores P over
              the tile's rope part, which only S needed. Tree mask from the bit words, on tiles with tree slots alone.
-    left     O[:, :256] += P·V, accumulators in registers; one of its warps copies Q and KV tiles
-    right    O[:, 256:] += P·V; one of its warps copies rope parts
+    left     O[:, :256] += P·V, accumulators in registers; one of its warps copies the left half of Q and of KV tiles,
+             and plans what comes next while the tensor cores are at P·V
+    right    O[:, 256:] += P·V; one of its warps copies rope parts, for which Q·Kᵀ waits most, then the right half
 
 P·V of tile k is held back (GO) until Q·Kᵀ of tile k + 1 is done: so the tensor cores have work while the scores
 warpgroup is in its softmax, and Q·Kᵀ does not share them with P·V when it is what everything waits for. With Q in
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from typing import Any
 
 import numpy as np
@@ -33,13 +35,14 @@ from kdtree.kernels.launch import Kernel, Operand, Variant, counters, sm_count, 
 from kdtree.kernels.verify_join import SIDE_BYTES
 from kdtree.kernels.verify_plan import plan
 from kdtree.kernels.verify_ring import (
+    BAD,
     BROKEN,
-    C_HELD,
-    C_SLOT,
     CHUNK,
     DONE,
+    FETCH,
     FINAL,
     FIRST,
+    FLAGS,
     FULL,
     GO,
     I_END,
@@ -52,23 +55,28 @@ from kdtree.kernels.verify_ring import (
     I_TILES,
     I_USED,
     I_WHICH,
+    ISSUED,
     ITEMS,
     KEPT,
+    KNOWN,
     LAST,
     MASKED,
+    MEETING,
     NOTE_BYTES,
     P_READY,
+    PLANNED,
     Q_FULL,
     Q_REST,
+    R_ITEM,
+    RECORDS,
     ROPE,
     ROPE_FULL,
     ROPES,
     SHARED_BYTES,
     SLOT,
     STATS,
-    T_FLAGS,
-    T_ITEM,
-    TICKETS,
+    TOLD,
+    UNTIL,
     VALUE_CHUNKS,
     W_BEGIN,
     W_GROUPS,
@@ -85,18 +93,25 @@ THREADS = 384  # three warpgroups
 HALF = WIDTH // 2
 NEG = f32(-math.inf)
 LN2 = f32(math.log(2.0))
+# compute-sanitizer's racecheck sees what a thread wrote before it arrived at an mbarrier itself, but neither what its
+# warp wrote before one lane arrived for all, nor bar.sync in kernels like this one. With this in the environment every
+# lane arrives, and blocks meet at an mbarrier: that it can follow, and it takes 2 µs more.
+TRACED = os.environ.get("KDTREE_TRACED") == "1"
 SCORES_REGISTERS, VALUES_REGISTERS = 184, 160  # a thread; (184 + 2 * 160) * 128 = 168 * 384
 
 
 @functools.cache
-def wgmma(dtype: str, mode: str, *, early: int = 2) -> Kernel:
-    """The Hopper kernel for q, kv and out of `dtype`. For `mode` see `latent_maps.page_mode`."""
+def wgmma(dtype: str, mode: str, *, early: int = 2, traced: bool = False) -> Kernel:
+    """The Hopper kernel for q, kv and out of `dtype`. For `mode` see `latent_maps.page_mode`.
+
+    early: the last steps of Q·Kᵀ that P·V of the tile before need not wait for. traced: see TRACED.
+    """
     from kdtree.kernels import ptx, verify_join, verify_plan, verify_ring
     from kdtree.kernels.hopper import described, operand, wait
 
     extent, tiles_of, window, locate = verify_plan.device_functions()
-    prepare, copy_step, copy_rope = verify_ring.device_functions(mode)
-    store_partial, join = verify_join.device_functions(dtype)
+    prepare, plan_tiles, look_ahead, issue, copy_ropes = verify_ring.device_functions(mode)
+    store_partial, meet, join = verify_join.device_functions(dtype, traced)
     qk = ptx.wgmma_rs(64, dtype)
     qk_rest = ptx.wgmma_ss(64, dtype)
     pv = ptx.wgmma_ss(256, dtype, transposed_b=True)
@@ -105,8 +120,18 @@ def wgmma(dtype: str, mode: str, *, early: int = 2) -> Kernel:
     shrink = ptx.setmaxnreg_op("dec", VALUES_REGISTERS)
     q_map_address, kv_map_address, rope_map_address, out_map_address = (ptx.tensor_map_address(i) for i in range(4))
     paged = mode != "rows"
-    late = mode == "part"  # copying takes more registers there than an item's end leaves
     q_registers = 16 * KEPT
+    tellers = 32 if traced else 1  # lanes of a warp that arrive for it
+
+    @cuda.jit(device=True, inline="always")
+    def tell(barrier):
+        """A warp arrives at an mbarrier with what all its lanes have written."""
+        if traced:
+            ptx.mbarrier_arrive(barrier)
+        else:
+            ptx.warp_sync()
+            if ptx.elect_one() != 0:
+                ptx.mbarrier_arrive(barrier)
 
     # A call per chunk instead of a loop over chunks: an array stays in registers only while every index is a constant,
     # and the compiler does not unroll loops of that length.
@@ -191,19 +216,18 @@ def wgmma(dtype: str, mode: str, *, early: int = 2) -> Kernel:
             if lane == 0:
                 for i in range(9):
                     ptx.mbarrier_init(base + FULL + i * 8, 1)  # FULL, ROPE_FULL, Q_FULL
+                ptx.mbarrier_init(base + MEETING, THREADS)
                 for i in range(2):
-                    ptx.mbarrier_init(base + P_READY + i * 8, 4)
+                    ptx.mbarrier_init(base + P_READY + i * 8, 4 * tellers)
                     ptx.mbarrier_init(base + GO + i * 8, 1)
-                    ptx.mbarrier_init(base + DONE + i * 8, 8)
+                    ptx.mbarrier_init(base + DONE + i * 8, 8 * tellers)
                     ptx.st_shared_b32(base + W_PARTS + i * NOTE_BYTES, 0)
-                for i in range(3):
-                    ptx.st_shared_b32(base + C_HELD + i * 4, -1)
-                ptx.st_shared_v4_b32(base + C_SLOT, 0, -1, 0, 0)  # slot, tile, KV tiles, items copied
-                for i in range(4):
-                    ptx.st_shared_b32(base + ROPES + i * 16 + 12, -1)
+                    ptx.st_shared_v4_b32(base + ISSUED + i * 16, 0, 0, 0, 0)
+                    ptx.st_shared_v4_b32(base + UNTIL + i * 16, -1, -1, -1, -1)
+                ptx.st_shared_v4_b32(base + PLANNED, 0, -1, 0, 0)
+                ptx.st_shared_b32(base + ROPES, 0)
+                ptx.st_shared_b32(base + FETCH, i32(member + 2))
                 ptx.fence_mbarrier_init()
-            ptx.warp_sync()
-            ptx.bar_sync(4, 64)
         if tid < 32:
             locate(
                 base + W_BEGIN, lane, group, groups, passes, batch, prefix_lens, n_nodes, n_slots, capacity, with_prefix
@@ -228,9 +252,19 @@ def wgmma(dtype: str, mode: str, *, early: int = 2) -> Kernel:
                     with_prefix,
                 )
                 i = i32(i + 1)
-            ptx.bar_sync(4, 64)
-            copy_step(base, lane, i32(-1), page_table, page_size, max_pages, n_pages)
         cuda.syncthreads()
+        if tid < 32:
+            plan_tiles(base, lane, i32(-1), i32(1), page_table, page_size, max_pages, n_pages)
+            if ptx.elect_one() != 0:
+                known = ptx.ld_shared_b32(base + PLANNED)
+                ptx.st_shared_b32(base + KNOWN + 4, known)
+                ptx.st_shared_b32(base + TOLD + 4, known)
+            ptx.warp_sync()
+            i = i32(0)
+            while i < 2:
+                issue(base, lane, i, i32(-1), page_table, page_size, max_pages, n_pages)
+                i = i32(i + 1)
+            copy_ropes(base, lane, i32(-1), page_table, page_size, max_pages, n_pages)
         more = ptx.ld_shared_b32(base + ITEMS + I_EXISTS) != 0
         tid = ptx.thread_id()
         role = ptx.shfl_idx(i32(tid >> 7), 0)  # uniform, or ptxas serialises every wgmma
@@ -322,7 +356,8 @@ def wgmma(dtype: str, mode: str, *, early: int = 2) -> Kernel:
                         )
                     ptx.wgmma_commit()
                     go = flags & FIRST == 0 and warp == 0
-                    at, flags, _, bad = ptx.ld_shared_v4_b32(base + TICKETS + slot * 16)
+                    flags = ptx.ld_shared_b32(base + RECORDS + (k & 31) * 16)
+                    at = i32(flags & ~FLAGS)
                     ptx.wgmma_wait_1()
                     if go and ptx.elect_one() != 0:
                         ptx.mbarrier_arrive(base + GO + (odd ^ 1) * 8)
@@ -404,7 +439,7 @@ def wgmma(dtype: str, mode: str, *, early: int = 2) -> Kernel:
                     sum_a = sum_a * shrink_a + (add_a + m_a)
                     sum_b = sum_b * shrink_b + (add_b + m_b)
                     if paged:
-                        if bad != 0:
+                        if flags & BAD != 0:
                             sum_a, sum_b = f32(math.nan), f32(math.nan)
                     if flags & LAST != 0:
                         # ---- the item ends: final factors for the values warpgroups, LSE to memory
@@ -449,9 +484,7 @@ def wgmma(dtype: str, mode: str, *, early: int = 2) -> Kernel:
                             with_prefix,
                         )
                     ptx.fence_proxy_async()
-                    ptx.warp_sync()
-                    if ptx.elect_one() != 0:
-                        ptx.mbarrier_arrive(base + P_READY + odd * 8)
+                    tell(base + P_READY + odd * 8)
                     if flags & LAST != 0:
                         if warp == 0 and ptx.elect_one() != 0:
                             ptx.mbarrier_arrive(base + GO + odd * 8)
@@ -480,8 +513,6 @@ def wgmma(dtype: str, mode: str, *, early: int = 2) -> Kernel:
                 more = flags & FINAL == 0
         else:
             shrink()
-            lane = ptx.lane_id()
-            row0 = i32(warp * 16 + (lane >> 2))
             o = cuda.local.array(128, f32)
             side = i32(role - 1)
             slot = i32(1)  # the first Q is in slot 0
@@ -489,11 +520,10 @@ def wgmma(dtype: str, mode: str, *, early: int = 2) -> Kernel:
             while more:
                 odd = i32(k & 1)
                 phase = i32((k >> 1) & 1)
-                stats = i32(base + STATS + odd * 512 + row0 * 4)
                 wait(base + P_READY + odd * 8, phase)
-                flags = ptx.ld_shared_b32(base + TICKETS + slot * 16 + T_FLAGS)
-                of = i32(base + ITEMS + (ptx.ld_shared_b32(base + TICKETS + slot * 16 + T_ITEM) & 7) * 64)
+                flags = ptx.ld_shared_b32(base + RECORDS + (k & 31) * 16)
                 if flags & FIRST == 0:
+                    stats = i32(base + STATS + odd * 512 + (warp * 16 + (ptx.lane_id() >> 2)) * 4)
                     f_a, f_b = ptx.ld_shared_f32(stats), ptx.ld_shared_f32(stats + 32)
                     if ptx.vote_all(i32(f_a == f32(1.0) and f_b == f32(1.0))) == 0:
                         for j in range(32):
@@ -513,10 +543,15 @@ def wgmma(dtype: str, mode: str, *, early: int = 2) -> Kernel:
                         i32(j) | i32(flags & FIRST == 0),
                     )
                 ptx.wgmma_commit()
+                if side == 0 and warp == 0:
+                    look_ahead(base, ptx.lane_id(), k, members, page_table, page_size, max_pages, n_pages)
                 ptx.wgmma_wait_0()
+                flags = ptx.ld_shared_b32(base + RECORDS + (k & 31) * 16)
+                of = i32(base + ITEMS + (ptx.ld_shared_b32(base + RECORDS + (k & 31) * 16 + R_ITEM) & 7) * 64)
                 whole = False
                 if flags & LAST != 0:
-                    final_a, final_b = ptx.ld_shared_f32(stats + 256), ptx.ld_shared_f32(stats + 256 + 32)
+                    stats = i32(base + STATS + odd * 512 + 256 + (warp * 16 + (ptx.lane_id() >> 2)) * 4)
+                    final_a, final_b = ptx.ld_shared_f32(stats), ptx.ld_shared_f32(stats + 32)
                     whole = ptx.ld_shared_b32(of + I_WHICH) == WHOLE
                     if ptx.vote_all(i32(final_a != f32(0.0) and final_b != f32(0.0))) == 0:
                         # A factor of 0 marks a row that is not computed, whatever its accumulators hold.
@@ -548,15 +583,7 @@ def wgmma(dtype: str, mode: str, *, early: int = 2) -> Kernel:
                             ptx.cp_async_bulk_commit()
                             ptx.cp_async_bulk_wait_read_0()
                         ptx.warp_sync()
-                if ptx.elect_one() != 0:
-                    ptx.mbarrier_arrive(base + DONE + odd * 8)
-                if warp == 0:
-                    # What this tile held is free as soon as all eight warps are through with it.
-                    wait(base + DONE + odd * 8, phase)
-                    if side == 1:
-                        copy_rope(base, i32(k + 2), ptx.lane_id(), page_table, page_size, max_pages, n_pages)
-                if not late and side == 0 and warp == 0:
-                    copy_step(base, ptx.lane_id(), k, page_table, page_size, max_pages, n_pages)
+                tell(base + DONE + odd * 8)
                 if flags & LAST != 0:
                     if not whole:
                         which, b, m0 = (
@@ -577,11 +604,15 @@ def wgmma(dtype: str, mode: str, *, early: int = 2) -> Kernel:
                             ptx.atom_add_acq_rel(ptx.address(counters) + 4 * (i64(b) * row_tiles + (m0 >> 6)), 1)
                     more = flags & FINAL == 0
                     slot = i32(slot + 1) if slot < 2 else i32(0)  # the next item's Q
-                if late and side == 0 and warp == 0:
-                    copy_step(base, ptx.lane_id(), k, page_table, page_size, max_pages, n_pages)
+                if warp == 0:
+                    # What this tile held is free as soon as all eight warps are through with it.
+                    wait(base + DONE + i32(k & 1) * 8, i32((k >> 1) & 1))
+                    if side == 1:
+                        copy_ropes(base, ptx.lane_id(), k, page_table, page_size, max_pages, n_pages)
+                    issue(base, ptx.lane_id(), side, k, page_table, page_size, max_pages, n_pages)
                 slot = i32(slot + 1) if slot < 2 else i32(0)
                 k = i32(k + 1)
-        cuda.syncthreads()
+        turn = meet(base + MEETING, i32(0))
         # ---- join what several groups computed: each contributor takes a share of the rows
         again = i32(cuda.blockIdx.x)
         group = ptx.div_u32(again, members)
@@ -590,8 +621,10 @@ def wgmma(dtype: str, mode: str, *, early: int = 2) -> Kernel:
         while which < 2:  # not unrolled: this is code that runs once
             part = i32(base + W_PARTS + which * NOTE_BYTES)
             if ptx.ld_shared_b32(part) != 0:
-                join(
+                turn = join(
                     base,
+                    base + MEETING,
+                    turn,
                     part,
                     i32(cuda.threadIdx.x),
                     group,
@@ -672,7 +705,7 @@ def launch(
         outs["out"],
         outs["lse"],
     )
-    wgmma(dtype, page_mode(shape)).launch((chosen.blocks,), args, stream=stream)
+    wgmma(dtype, page_mode(shape), traced=TRACED).launch((chosen.blocks,), args, stream=stream)
 
 
 def variants() -> list[Variant]:

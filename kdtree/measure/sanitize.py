@@ -2,12 +2,14 @@
 
 ``python -m kdtree.measure.sanitize`` runs each kernel in a process of its own under each tool, over the bundles and
 a few shapes that make every branch run, and writes a row per kernel and tool. Inputs are NumPy arrays, which the ops
-stage through plain allocations, so that the tool sees the end of every array; torch's pool would hide it.
+stage through plain allocations, so that the tool sees the end of every array; torch's pool would hide it. Under
+racecheck the Hopper kernel `wgmma` is compiled so that the tool can follow it: see `verify_wgmma.TRACED`.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -165,8 +167,9 @@ def _one(sanitizer: str, tool: str, op: str, impl: str | None) -> tuple[str, str
         command += ["--report-api-errors", "no"]
     command += [sys.executable, "-m", "kdtree.measure.sanitize", "--inner", op]
     command += ["--impl", impl] if impl else []
+    environment = os.environ | ({"KDTREE_TRACED": "1"} if tool == "racecheck" else {})
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, env=environment)
     except subprocess.TimeoutExpired:
         return "failed", f"timeout: not done within {DEADLINE:.0f} s"
     text = done.stdout + done.stderr
