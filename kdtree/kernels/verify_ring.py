@@ -34,6 +34,7 @@ SLOT = VALUE_CHUNKS * CHUNK
 SLOTS = 3
 HALF_SLOT = SLOT // 2
 WIDTH = 512  # of the value part
+AHEAD = 4  # of the next tile to be copied: how far tiles are fetched to the L2
 
 # Bytes from the base of shared memory
 ROPE = SLOTS * SLOT
@@ -74,7 +75,7 @@ NOTE_BYTES = 32  # of what is kept of an unfinished item: used, request, row til
 
 @functools.cache
 def device_functions(mode: str) -> tuple[Any, ...]:
-    """(prepare, plan, look_ahead, issue, copy_ropes), for a kernel whose first three parameters map q, KV, rope parts.
+    """(prepare, plan, fetch, look_ahead, issue, copy_ropes), for a kernel whose first parameters map q, KV, rope parts.
 
     mode: see `latent_maps.page_mode`.
     """
@@ -208,27 +209,35 @@ def device_functions(mode: str) -> tuple[Any, ...]:
         ptx.warp_sync()
 
     @cuda.jit(device=True, inline="always")
+    def fetch(base, planned, members):
+        """One warp: tiles that are soon to be copied come to the L2, a tile from each of the group's blocks in turn.
+
+        Three slots are too few to wait for memory.
+        """
+        upto = i32(min(ptx.ld_shared_b32(base + ISSUED) + AHEAD, planned))
+        tile = ptx.ld_shared_b32(base + FETCH)
+        ptx.warp_sync()
+        if not parts and ptx.elect_one() != 0:
+            while tile < upto:
+                word, where, row, _ = ptx.ld_shared_v4_b32(base + RECORDS + (tile & 31) * 16)
+                if word & EMPTY == 0:
+                    for g in range(2):
+                        ptx.cp_async_bulk_prefetch_tensor_4d(kv_map(), 0, row, g * 4, where)
+                    ptx.cp_async_bulk_prefetch_tensor_4d(rope_map(), 0, row, VALUE_CHUNKS, where)
+                tile = i32(tile + members)
+            ptx.st_shared_b32(base + FETCH, tile)
+        ptx.warp_sync()
+
+    @cuda.jit(device=True, inline="always")
     def look_ahead(base, lane, k, members, page_table, page_size, max_pages, n_pages):
         """The left side's first warp, while P·V of tile k is under way."""
         if ptx.ld_shared_b32(base + PLANNED) < i32(k + 8):
             upto = i32(ptx.ld_shared_b32(base + RECORDS + (k & 31) * 16 + R_ITEM) + 2)
             plan(base, lane, k, upto, page_table, page_size, max_pages, n_pages)
         planned = ptx.ld_shared_b32(base + PLANNED)
-        # The next tile but one to be copied: three slots are too few to wait for memory. The group's blocks take turns.
-        tile = i32(ptx.ld_shared_b32(base + ISSUED) + 1)
-        turn = ptx.ld_shared_b32(base + FETCH)
-        ptx.warp_sync()
         if ptx.elect_one() != 0:
             ptx.st_shared_b32(base + TOLD + (k & 1) * 4, planned)
-            if not parts and tile >= turn:
-                ptx.st_shared_b32(base + FETCH, i32(turn + members))
-                if tile == turn and tile < planned:
-                    word, where, row, _ = ptx.ld_shared_v4_b32(base + RECORDS + (tile & 31) * 16)
-                    if word & EMPTY == 0:
-                        for g in range(2):
-                            ptx.cp_async_bulk_prefetch_tensor_4d(kv_map(), 0, row, g * 4, where)
-                        ptx.cp_async_bulk_prefetch_tensor_4d(rope_map(), 0, row, VALUE_CHUNKS, where)
-        ptx.warp_sync()
+        fetch(base, planned, members)
 
     @cuda.jit(device=True, inline="always")
     def issue(base, lane, side, k, page_table, page_size, max_pages, n_pages):
@@ -326,4 +335,4 @@ def device_functions(mode: str) -> tuple[Any, ...]:
             ptx.st_shared_b32(base + KNOWN + 4, known)
         ptx.warp_sync()
 
-    return prepare, plan, look_ahead, issue, copy_ropes
+    return prepare, plan, fetch, look_ahead, issue, copy_ropes

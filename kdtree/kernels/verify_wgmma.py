@@ -110,7 +110,7 @@ def wgmma(dtype: str, mode: str, *, early: int = 2, traced: bool = False) -> Ker
     from kdtree.kernels.hopper import described, operand, wait
 
     extent, tiles_of, window, locate = verify_plan.device_functions()
-    prepare, plan_tiles, look_ahead, issue, copy_ropes = verify_ring.device_functions(mode)
+    prepare, plan_tiles, fetch, look_ahead, issue, copy_ropes = verify_ring.device_functions(mode)
     store_partial, meet, join = verify_join.device_functions(dtype, traced)
     qk = ptx.wgmma_rs(64, dtype)
     qk_rest = ptx.wgmma_ss(64, dtype)
@@ -235,36 +235,53 @@ def wgmma(dtype: str, mode: str, *, early: int = 2, traced: bool = False) -> Ker
             if lane == 0:
                 ptx.st_shared_b32(base + W_POSITION, ptx.ld_shared_b32(base + W_BEGIN))
             ptx.warp_sync()
-            i = i32(0)
-            while i < 2:
-                prepare(
-                    base,
-                    lane,
-                    i,
-                    member,
-                    members,
-                    passes,
-                    prefix_lens,
-                    n_nodes,
-                    n_slots,
-                    row_tiles,
-                    capacity,
-                    with_prefix,
-                )
-                i = i32(i + 1)
+            prepare(
+                base,
+                lane,
+                i32(0),
+                member,
+                members,
+                passes,
+                prefix_lens,
+                n_nodes,
+                n_slots,
+                row_tiles,
+                capacity,
+                with_prefix,
+            )
         cuda.syncthreads()
         if tid < 32:
-            plan_tiles(base, lane, i32(-1), i32(1), page_table, page_size, max_pages, n_pages)
-            if ptx.elect_one() != 0:
-                known = ptx.ld_shared_b32(base + PLANNED)
-                ptx.st_shared_b32(base + KNOWN + 4, known)
-                ptx.st_shared_b32(base + TOLD + 4, known)
-            ptx.warp_sync()
+            # The first item is on its way before the second is looked at.
             i = i32(0)
             while i < 2:
-                issue(base, lane, i, i32(-1), page_table, page_size, max_pages, n_pages)
+                if i == 1:
+                    prepare(
+                        base,
+                        lane,
+                        i,
+                        member,
+                        members,
+                        passes,
+                        prefix_lens,
+                        n_nodes,
+                        n_slots,
+                        row_tiles,
+                        capacity,
+                        with_prefix,
+                    )
+                plan_tiles(base, lane, i32(-1), i, page_table, page_size, max_pages, n_pages)
+                known = ptx.ld_shared_b32(base + PLANNED)
+                if ptx.elect_one() != 0:
+                    ptx.st_shared_b32(base + KNOWN + 4, known)
+                    ptx.st_shared_b32(base + TOLD + 4, known)
+                ptx.warp_sync()
+                side = i32(0)
+                while side < 2:
+                    issue(base, lane, side, i32(-1), page_table, page_size, max_pages, n_pages)
+                    side = i32(side + 1)
+                copy_ropes(base, lane, i32(-1), page_table, page_size, max_pages, n_pages)
                 i = i32(i + 1)
-            copy_ropes(base, lane, i32(-1), page_table, page_size, max_pages, n_pages)
+            fetch(base, known, members)
         more = ptx.ld_shared_b32(base + ITEMS + I_EXISTS) != 0
         tid = ptx.thread_id()
         role = ptx.shfl_idx(i32(tid >> 7), 0)  # uniform, or ptxas serialises every wgmma
