@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,11 +13,12 @@ import pytest
 from kdtree.kernels import OPS, all_variants, crosscompile
 from kdtree.kernels.crosscompile import HARDWARE_SHARED, TARGETS, Resources, parse_ptxas, parse_sass
 from kdtree.kernels.launch import Kernel, Variant
-from kdtree.kernels.toolchain import tool
+from kdtree.kernels.toolchain import COMPILING, tool
 
 # The fixture compiles everything once, on two cores: some minutes.
 pytestmark = pytest.mark.timeout(1200)
 
+DTYPES = ("bfloat16", "float16")
 PTXAS_LOG = """\
 ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function '_ZN6kernelE' for 'sm_90a'
@@ -229,3 +233,18 @@ def test_tensor_cores_are_used_by_the_kernels_named_after_them(compiled):
     for row in compiled:
         named = any(f".{impl}" in row.kernel for impl in ("mma", "cluster", "wgmma"))
         assert (row.tensor_core > 0) == named, row
+
+
+def test_a_float16_form_is_its_bfloat16_form_with_other_types():
+    command = [sys.executable, "-m", "kdtree.kernels.crosscompile", "--twins", "combine_mma"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **COMPILING})
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def test_families_follow_the_type_and_only_on_tensor_cores():
+    def variant(label, shared):
+        return Variant("op", Kernel(lambda: None, name=label, threads=32, dynamic_shared=shared), (), label)
+
+    made = [variant(f"{kind}[{dtype}]", 64 * (kind == "mma")) for kind in ("simt", "mma") for dtype in DTYPES]
+    found = [[one.label for one in family] for family in crosscompile.families(made)]
+    assert found == [["simt[bfloat16]"], ["simt[float16]"], ["mma[bfloat16]", "mma[float16]"]]

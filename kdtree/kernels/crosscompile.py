@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -149,6 +149,48 @@ def compile_ptx(variant, targets: list[str], folder: Path) -> list[Path]:  # noq
     return paths
 
 
+def families(variants: Iterable) -> list[list]:
+    """Variants, each followed by that whose PTX is the same but for the name of the type.
+
+    A tensor-core kernel converts float32 to 16 bits by an instruction, so its float16 form is its bfloat16 form with
+    other names of types, and need not be lowered again, which takes longest. `--twins` lowers both and compares.
+    """
+    found: dict[tuple[str, str], list] = {}
+    for variant in variants:
+        label = variant.label
+        if variant.kernel.dynamic_shared and "bfloat16" not in label:
+            twin = found.get((variant.op, label.replace("float16", "bfloat16")))
+            if twin:
+                twin.append(variant)
+                continue
+        found[variant.op, label] = [variant]
+    return list(found.values())
+
+
+def as_float16(text: str) -> str:
+    """PTX of a tensor-core kernel for bfloat16, for float16."""
+    return text.replace("bf16", "f16")
+
+
+def different_twins(prefix: str) -> list[str]:
+    """Labels beginning with `prefix` of variants that `families` takes for twins and that are not. Lowers both."""
+    from kdtree.kernels import all_variants, assemble
+
+    wrong = []
+    for variant, *twins in families(v for v in all_variants() if v.label.startswith(prefix)):
+        for twin in twins:
+            target = next(t for t in TARGETS.values() if variant.kernel.runs_on(t))
+            stand_in(target)
+            texts = []
+            for one in (variant, twin):
+                code = assemble.library(one.kernel, one.words, target)
+                text = assemble.ptx(code, one.kernel, one.words, target).replace(code._entry_name, "entry")
+                # Numba's unused marks and comments hold numbers of its own.
+                texts.append(as_float16(re.sub(r"//.*|^\.common .*NumbaEnv.*$", "", text, flags=re.MULTILINE)))
+            wrong += [twin.label] * (texts[0] != texts[1])
+    return wrong
+
+
 def resources(variant, target: str, ptx: Path) -> Resources:  # noqa: ANN001
     """Run ptxas and nvdisasm on a PTX file."""
     cubin = ptx.with_suffix(".cubin")
@@ -178,13 +220,17 @@ def run(targets: list[str], ops: list[str] | None = None, share: tuple[int, int]
     """
     from kdtree.kernels import all_variants
 
-    wanted = [v for v in all_variants() if ops is None or v.op in ops][share[0] :: share[1]]
+    wanted = families(v for v in all_variants() if ops is None or v.op in ops)[share[0] :: share[1]]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = []
-        for variant in wanted:
+        for variant, *twins in wanted:
             chosen = [t for t in targets if variant.kernel.runs_on(TARGETS[t])]
             for target, ptx in zip(chosen, chosen and compile_ptx(variant, chosen, Path(folder)), strict=True):
                 jobs.append(pool.submit(resources, variant, target, ptx))
+                for number, twin in enumerate(twins):
+                    renamed = ptx.with_name(f"{ptx.stem}-twin{number}.ptx")
+                    renamed.write_text(as_float16(ptx.read_text()))
+                    jobs.append(pool.submit(resources, twin, target, renamed))
         for job in jobs:
             yield job.result()
 
@@ -266,7 +312,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--op", action="append", choices=OPS, help="default: all")
     parser.add_argument("--share", type=int, choices=range(SHARES), help=f"only this one of {SHARES} shares")
     parser.add_argument("--report-only", action="store_true", help="exit 0 whatever the kernels take")
+    parser.add_argument("--twins", metavar="PREFIX", help="only compare float16 forms with bfloat16 ones, by label")
     options = parser.parse_args(argv)
+    if options.twins is not None:
+        wrong = different_twins(options.twins)
+        print("\n".join(f"{label}: not its bfloat16 form with other types" for label in wrong), end="\n" * bool(wrong))
+        return int(bool(wrong))
     problems: list[str] = []
     share = (0, 1) if options.share is None else (options.share, SHARES)
     for row in run(options.target or list(TARGETS), options.op, share):
